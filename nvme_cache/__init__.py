@@ -1,0 +1,25 @@
+"""A transformers KV cache that pages to NVMe, exactly."""
+
+from .cache import OffloadedNVMeCache
+from .errors import (
+    CacheClosedError,
+    CacheMisuseError,
+    ConfigurationError,
+    NVMeCacheError,
+    OffloadDirectoryError,
+    ShardCorruptedError,
+    ShardIOError,
+    StorageFullError,
+)
+
+__all__ = [
+    "CacheClosedError",
+    "CacheMisuseError",
+    "ConfigurationError",
+    "NVMeCacheError",
+    "OffloadDirectoryError",
+    "OffloadedNVMeCache",
+    "ShardCorruptedError",
+    "ShardIOError",
+    "StorageFullError",
+]

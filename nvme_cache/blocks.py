@@ -1,0 +1,165 @@
+"""Blocks: what they hold, where their bytes are, and how tokens map into them.
+
+A block is `block_size` consecutive tokens of one layer, keys and values of all batch rows and KV heads. Blocks sealed
+together and kept in one tier form a *run*, laid out block by block: `[num_blocks, batch, heads, block_size, head_dim]`
+for keys, then the same for values, so that any block is one contiguous range of each.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import torch
+
+from .placement import Tier
+from .shards import Shard
+
+Copy: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+States: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpec:
+    """What one token's keys (or values) of one layer look like: `[num_heads, head_dim]` of `dtype`."""
+
+    num_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, states: torch.Tensor) -> "StateSpec":
+        """The spec of `states`, shaped `[batch, num_heads, seq_length, head_dim]`."""
+        return cls(states.shape[1], states.shape[3], states.dtype)
+
+    def nbytes(self, tokens: int) -> int:
+        """Size in bytes of `tokens` tokens of one batch row."""
+        return self.num_heads * self.head_dim * self.dtype.itemsize * tokens
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """The specs of one layer's keys and values; they differ in width with MLA and in dtype under autocast."""
+
+    keys: StateSpec
+    values: StateSpec
+
+    @classmethod
+    def of(cls, key_states: torch.Tensor, value_states: torch.Tensor) -> "LayerSpec":
+        """The spec of a layer that was given these states."""
+        return cls(StateSpec.of(key_states), StateSpec.of(value_states))
+
+    def nbytes(self, tokens: int) -> int:
+        """Size in bytes of `tokens` tokens of one batch row, keys and values."""
+        return self.keys.nbytes(tokens) + self.values.nbytes(tokens)
+
+    def promoted(self, other: "LayerSpec") -> "LayerSpec":
+        """This spec with the dtypes that hold both this one's and `other`'s values, as concatenation promotes."""
+        return LayerSpec(
+            replace(self.keys, dtype=torch.promote_types(self.keys.dtype, other.keys.dtype)),
+            replace(self.values, dtype=torch.promote_types(self.values.dtype, other.values.dtype)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ResidentBlocks:
+    """The blocks of a run kept in memory: `[num_blocks, batch, heads, block_size, head_dim]` each."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRun:
+    """Consecutive blocks of one layer, sealed together and kept in one tier. The bytes never change.
+
+    Attributes:
+        tier: Where the bytes are.
+        blocks: The bytes themselves: tensors, or a shard on the drive.
+        spec: Heads, widths and dtypes as sealed.
+        batch_size: Batch rows as sealed.
+        length: How many of the run's tokens, from the first, still count.
+        rows: For each of the layer's present batch rows the row as sealed, int64 on CPU; None while they are the same.
+    """
+
+    tier: Tier
+    blocks: ResidentBlocks | Shard
+    spec: LayerSpec
+    batch_size: int
+    num_blocks: int
+    block_size: int
+    length: int
+    rows: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes of the run as sealed."""
+        return self.spec.nbytes(self.num_blocks * self.block_size) * self.batch_size
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every token sealed still counts."""
+        return self.length == self.num_blocks * self.block_size
+
+    def with_rows(self, index: torch.Tensor) -> "BlockRun":
+        """The run as seen by a batch whose row `i` is the present row `index[i]`."""
+        return replace(self, rows=index if self.rows is None else self.rows[index])
+
+
+def pack(blocks: torch.Tensor, start: int, states: torch.Tensor) -> Iterator[Copy]:
+    """The copies that lay tokens out in blocks.
+
+    Args:
+        blocks: Target, `[num_blocks, batch, heads, block_size, head_dim]`.
+        start: Token of the target at which `states` begin.
+        states: `[batch, heads, seq_length, head_dim]`.
+
+    Yields:
+        Pairs of target and source views of equal shape.
+    """
+    block_size = blocks.shape[3]
+    while states.shape[2]:
+        block, offset = divmod(start, block_size)
+        whole = 0 if offset else states.shape[2] // block_size
+        if whole:
+            count = whole * block_size
+            source = states[:, :, :count].unflatten(2, (whole, block_size))
+            yield blocks[block : block + whole], source.permute(2, 0, 1, 3, 4)
+        else:
+            count = min(block_size - offset, states.shape[2])
+            yield blocks[block, :, :, offset : offset + count], states[:, :, :count]
+        start, states = start + count, states[:, :, count:]
+
+
+def unpack(states: torch.Tensor, blocks: torch.Tensor, rows: torch.Tensor | None) -> Iterator[Copy]:
+    """The copies that lay blocks out as tokens.
+
+    Args:
+        states: Target, `[batch, heads, length, head_dim]`; `length` tokens are taken from the blocks.
+        blocks: `[num_blocks, stored_batch, heads, block_size, head_dim]`.
+        rows: The stored row of each of the target's rows; None if they are the same.
+
+    Yields:
+        Pairs of target and source views of equal shape.
+    """
+    block_size, length = blocks.shape[3], states.shape[2]
+    whole, rest = divmod(length, block_size)
+    pairs = [(slice(None), slice(None))]
+    if rows is not None:
+        pairs = [(slice(row, row + 1), slice(stored, stored + 1)) for row, stored in enumerate(rows.tolist())]
+    for row, stored in pairs:
+        if whole:
+            target = states[row, :, : whole * block_size].unflatten(2, (whole, block_size))
+            yield target, blocks[:whole, stored].permute(1, 2, 0, 3, 4)
+        if rest:
+            yield states[row, :, whole * block_size :], blocks[whole, stored, :, :rest]
+
+
+def cut(states: Sequence[States], start: int, length: int) -> list[States]:
+    """The part of consecutive `states` that covers `length` tokens from `start` on."""
+    parts = []
+    for keys, values in states:
+        count = max(0, min(keys.shape[2] - start, length))
+        if count:
+            parts.append((keys[:, :, start : start + count], values[:, :, start : start + count]))
+        start, length = max(0, start - keys.shape[2]), length - count
+    return parts

@@ -1,0 +1,125 @@
+"""Host memory that drives and accelerators can move bytes to and from."""
+
+import mmap
+from collections import deque
+from collections.abc import Sequence
+from threading import Condition
+
+import torch
+
+from .io import ALIGNMENT, round_up
+
+_HUGE_PAGE = 2 << 20
+
+
+class HostBuffer:
+    """Page-aligned bytes, seen as a tensor and as a memoryview.
+
+    Without an accelerator it is a private anonymous mapping with huge pages: drives fill those at more than twice the
+    rate of 4 KiB pages, and Python's default, a shared mapping, never gets any. With one it is pinned memory, which is
+    page-aligned by construction and which devices copy from without blocking the host.
+
+    Args:
+        nbytes: Least size in bytes; rounded up to whole pages.
+        pin: Whether an accelerator will copy to or from it.
+    """
+
+    def __init__(self, nbytes: int, *, pin: bool = False) -> None:
+        nbytes = round_up(max(nbytes, 1), ALIGNMENT)
+        # Tensors born in inference mode could never be written outside it.
+        with torch.inference_mode(False):
+            if pin:
+                self.bytes = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+                self.view = memoryview(self.bytes.numpy().data).cast("B")
+            else:
+                mapping = _map_private(nbytes)
+                self.bytes = torch.frombuffer(mapping, dtype=torch.uint8, count=nbytes)
+                self.view = memoryview(mapping)[:nbytes]
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.view.nbytes
+
+    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """The buffer's first bytes as a contiguous tensor of `shape` and `dtype`."""
+        size = dtype.itemsize
+        for extent in shape:
+            size *= extent
+        return self.bytes[:size].view(dtype).view(shape)
+
+
+def _map_private(nbytes: int) -> mmap.mmap:
+    size = round_up(nbytes, _HUGE_PAGE) if nbytes >= _HUGE_PAGE else nbytes
+    mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if size >= _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    return mapping
+
+
+class StagingPool:
+    """A bounded set of staging buffers; `acquire` waits when all are travelling, which bounds memory.
+
+    Args:
+        count: How many buffers may exist.
+        nbytes: Usual size of a buffer in bytes; a larger request replaces a buffer by a larger one.
+        pin: Whether an accelerator copies to or from them.
+    """
+
+    def __init__(self, count: int, nbytes: int, *, pin: bool) -> None:
+        self._nbytes = nbytes
+        self._pin = pin
+        self._unmade = count
+        self._free: deque[tuple[HostBuffer, torch.Event | None]] = deque()
+        self._failure: Exception | None = None
+        self._changed = Condition()
+
+    def acquire(self, nbytes: int) -> HostBuffer:
+        """A buffer of at least `nbytes` bytes, waiting for one if need be.
+
+        Raises:
+            Exception: the failure that keeps buffers from coming back, as given to `fail`.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._free or self._unmade or self._failure)
+            if not self._free and not self._unmade:
+                assert self._failure is not None
+                raise self._failure
+            if self._free:
+                buffer, event = self._free.popleft()
+            else:
+                self._unmade -= 1
+                buffer, event = None, None
+        if event is not None:
+            event.synchronize()  # the device may still be copying from or to these bytes
+        if buffer is None or buffer.nbytes < nbytes:
+            buffer = HostBuffer(max(nbytes, self._nbytes), pin=self._pin)
+        return buffer
+
+    def acquire_all(self, sizes: Sequence[int]) -> list[HostBuffer]:
+        """One buffer for each of `sizes`, or none at all.
+
+        Raises:
+            Exception: as `acquire`.
+        """
+        buffers: list[HostBuffer] = []
+        try:
+            for nbytes in sizes:
+                buffers.append(self.acquire(nbytes))
+        except BaseException:
+            for buffer in buffers:
+                self.release(buffer)
+            raise
+        return buffers
+
+    def release(self, buffer: HostBuffer, event: torch.Event | None = None) -> None:
+        """Takes `buffer` back; it is handed out again once `event` has passed."""
+        with self._changed:
+            self._free.append((buffer, event))
+            self._changed.notify()
+
+    def fail(self, failure: Exception | None) -> None:
+        """Makes waiting callers raise `failure` instead of waiting for buffers that it holds; None mends."""
+        with self._changed:
+            self._failure = failure
+            self._changed.notify_all()

@@ -1,0 +1,214 @@
+"""OffloadedNVMeCache: a transformers cache whose full-attention layers are paged."""
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import psutil
+import torch
+from accelerate.utils import convert_file_size_to_int
+from transformers import DynamicCache, PreTrainedConfig
+from transformers.cache_utils import Cache, DynamicLayer
+
+from .errors import ConfigurationError
+from .layers import NVMeLayer
+from .pager import Pager
+from .placement import ASSUMED_LAYERS, Budgets, Tier
+from .store import Store
+
+_AUTO_HOST_SHARE = 0.5  # of the memory available at construction: the model's own peaks need the rest
+
+
+class OffloadedNVMeCache(DynamicCache):
+    """A `DynamicCache` that keeps sealed blocks of keys and values in device memory, host memory and on NVMe.
+
+    It returns bit for bit what `DynamicCache(config=...)` would. Sliding-window, linear-attention and other layers that
+    do not grow with the context are transformers' own and stay resident.
+
+    Args:
+        ddp_cache_data: As for `DynamicCache`: tuples of keys and values, one a layer. A config given in this place is
+            taken as `config`.
+        config: The model's config. With it, layers are recognised as `DynamicCache` does and budgets are shared out
+            evenly from the first token on; models with sliding or linear layers need it.
+        offload_dir: Existing folder for shards, on a fast drive. Default: `$NVME_CACHE_DIR`, else a folder among
+            Hugging Face's cached assets.
+        block_size: Tokens in a block.
+        device_budget: Bytes of sealed blocks that stay in device memory, or text such as "8GiB".
+        host_budget: Bytes of sealed blocks that stay in host memory, likewise; "auto" for half of what is
+            available now.
+        disk_budget: Most bytes of shards on the drive, likewise; None for what the drive has.
+        prefetch_depth: Layers fetched ahead of the one computing. Device memory holds one
+            more than that at full length.
+        io_threads: Threads that read.
+        verify: Whether every block read back is checked against its checksum.
+        dynamic_cache_kwargs: `offloading` and `offload_only_non_sliding`, accepted for code that builds caches of the
+            given type, and without effect: this cache offloads anyway.
+
+    Raises:
+        ConfigurationError: an argument has a value that cannot work.
+        OffloadDirectoryError: `offload_dir` is missing, not a folder, or not writable.
+
+    Example:
+        >>> from nvme_cache import OffloadedNVMeCache
+        >>> with OffloadedNVMeCache(config=model.config, host_budget="8GiB") as cache:
+        ...     output = model.generate(**inputs, past_key_values=cache, max_new_tokens=200)
+    """
+
+    def __init__(
+        self,
+        ddp_cache_data: Iterable[tuple[torch.Tensor | None, ...]] | PreTrainedConfig | None = None,
+        config: PreTrainedConfig | None = None,
+        *,
+        offload_dir: str | os.PathLike[str] | None = None,
+        block_size: int = 256,
+        device_budget: int | str = 0,
+        host_budget: int | str = "auto",
+        disk_budget: int | str | None = None,
+        prefetch_depth: int = 2,
+        io_threads: int = 2,
+        verify: bool = True,
+        **dynamic_cache_kwargs: bool,
+    ) -> None:
+        if isinstance(ddp_cache_data, PreTrainedConfig):
+            ddp_cache_data, config = None, ddp_cache_data
+        if unknown := set(dynamic_cache_kwargs) - {"offloading", "offload_only_non_sliding"}:
+            raise TypeError(f"OffloadedNVMeCache() got unexpected arguments: {', '.join(sorted(unknown))}")
+        _check_at_least("block_size", block_size, 1)
+        _check_at_least("prefetch_depth", prefetch_depth, 0)
+        _check_at_least("io_threads", io_threads, 1)
+        budgets = Budgets(_parse_size("device_budget", device_budget), _parse_host_budget(host_budget))
+        disk_bytes = None if disk_budget is None else _parse_size("disk_budget", disk_budget)
+        # Upstream's own dispatch names the layers, in every version and for every model it knows.
+        stock = [] if config is None else DynamicCache(config=config).layers
+        paged = sum(type(layer) is DynamicLayer for layer in stock)
+        self._prefetch_depth = prefetch_depth
+        self._pager = Pager(
+            Store(None if offload_dir is None else Path(offload_dir), disk_bytes),
+            budgets=budgets,
+            num_layers=max(1, paged) if config is not None else ASSUMED_LAYERS,
+            block_size=block_size,
+            num_slots=prefetch_depth + 1,
+            io_threads=io_threads,
+            verify=verify,
+        )
+        self._grows = config is None
+        self._successors: dict[int, int] = {}
+        self._last_updated: int | None = None
+        layers = [NVMeLayer(self._pager, i) if type(layer) is DynamicLayer else layer for i, layer in enumerate(stock)]
+        Cache.__init__(self, layers=layers)
+        for layer_idx, (key_states, value_states, *_) in enumerate(ddp_cache_data or ()):
+            if key_states is not None and value_states is not None:
+                self.update(key_states, value_states, layer_idx)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Adds tokens to a layer and returns all it holds, `[batch, heads, seq_length, head_dim]` each.
+
+        While the layer computes, the layers that follow it are fetched. What is returned stays valid until the layer's
+        next update.
+
+        Raises:
+            NVMeCacheError: what went wrong in the background since the last call, or misuse.
+        """
+        while self._grows and len(self.layers) <= layer_idx:
+            self.layers.append(NVMeLayer(self._pager, len(self.layers)))
+        layer = self.layers[layer_idx]
+        if not isinstance(layer, NVMeLayer):
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        layer.prepare(key_states, value_states)
+        self._prefetch_behind(layer_idx, layer)
+        return layer.update(key_states, value_states)
+
+    def close(self) -> None:
+        """Waits for work in flight and deletes every shard. Safe to call again.
+
+        Also done when the cache is collected and when the process ends.
+        """
+        self._pager.close()
+
+    def memory_usage(self) -> dict[str, int]:
+        """Bytes of keys and values by tier: sealed blocks where they were placed, tails in `device`."""
+        usage = {str(tier): 0 for tier in Tier}
+        for layer in self._paged_layers().values():
+            usage[Tier.DEVICE] += layer.tail_bytes()
+            for tier, nbytes in layer.used_bytes().items():
+                usage[tier] += nbytes
+        return usage
+
+    @property
+    def offload_path(self) -> Path:
+        """This cache's own folder of shards."""
+        return self._pager.folder
+
+    @property
+    def is_compileable(self) -> bool:
+        """False: blocks come and go outside any graph."""
+        return False
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """The longest a layer can get, -1 for no limit; over all layers if `layer_idx` is None."""
+        return super().get_max_length(layer_idx) if self.layers else -1
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __repr__(self) -> str:
+        length = max((layer.get_seq_length() for layer in self._paged_layers().values()), default=0)
+        return (
+            f"{type(self).__name__}({len(self.layers)} layers, {length} tokens, bytes by tier: {self.memory_usage()})"
+        )
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]]:
+        """Yields each layer's keys, values and sliding window; reads every block."""
+        yield from super().__iter__()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _paged_layers(self) -> dict[int, NVMeLayer]:
+        return {layer_idx: layer for layer_idx, layer in enumerate(self.layers) if isinstance(layer, NVMeLayer)}
+
+    def _prefetch_behind(self, layer_idx: int, current: NVMeLayer) -> None:
+        """Learns the order in which layers are updated and fetches the next ones in it, wrapping to the next step."""
+        if self._last_updated is not None:
+            self._successors[self._last_updated] = layer_idx
+        self._last_updated = layer_idx
+        paged = self._paged_layers()
+        in_order = sorted(paged)
+        ahead = layer_idx
+        for _ in range(self._prefetch_depth):
+            following = in_order[(in_order.index(ahead) + 1) % len(in_order)]
+            ahead = self._successors.get(ahead, following)
+            if ahead == layer_idx or not paged[ahead].prefetch_beside(current):
+                return
+
+
+def _check_at_least(name: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigurationError(f"{name}={value!r} must be a whole number of at least {least}")
+
+
+def _parse_size(name: str, value: object) -> int:
+    remedy = 'pass bytes as a whole number of at least 0, or text such as "8GiB" or "500MB"'
+    if isinstance(value, str):
+        try:
+            value = convert_file_size_to_int(value)
+        except ValueError as error:
+            raise ConfigurationError(f"{name}={value!r} is no size; {remedy}") from error
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ConfigurationError(f"{name}={value!r} is no size; {remedy}")
+    return value
+
+
+def _parse_host_budget(value: object) -> int:
+    if value == "auto":
+        return int(psutil.virtual_memory().available * _AUTO_HOST_SHARE)
+    return _parse_size("host_budget", value)

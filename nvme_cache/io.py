@@ -1,0 +1,118 @@
+"""Positional reads and writes between files and memory the caller owns.
+
+Every call here releases the GIL and keeps many requests in flight inside the kernel, so one long `preadv` from one
+thread already reads at the drive's rate. `O_DIRECT` needs file offsets, addresses and lengths that are multiples of
+the drive's logical block; `ALIGNMENT` satisfies every drive in use.
+"""
+
+import errno
+import mmap
+import os
+import resource
+from collections.abc import Sequence
+from pathlib import Path
+
+ALIGNMENT = 4096
+_MAX_VECTORS = os.sysconf("SC_IOV_MAX")
+_MAX_CALL_BYTES = 1 << 30  # the kernel moves at most 2 GiB a call
+_DIRECT = getattr(os, "O_DIRECT", 0)
+
+
+def round_up(size: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is at least `size`."""
+    return -(-size // multiple) * multiple
+
+
+def open_file(path: Path, *, direct: bool, create: bool = False) -> int:
+    """Opens `path` for positional I/O, readable by its owner alone. Returns the file descriptor."""
+    flags = (os.O_RDWR | os.O_CREAT | os.O_EXCL) if create else os.O_RDONLY
+    return os.open(path, flags | os.O_CLOEXEC | (_DIRECT if direct else 0), 0o600)
+
+
+def preallocate(descriptor: int, size: int) -> None:
+    """Reserves `size` bytes, so that a full drive says so before anything is written.
+
+    Raises:
+        OSError: ENOSPC or EDQUOT when there is no room.
+    """
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+
+
+def write_all(descriptor: int, views: Sequence[memoryview], offset: int) -> None:
+    """Writes `views`, one after the other, to the file from byte `offset` on.
+
+    Raises:
+        OSError: what the kernel answered.
+    """
+    for view in views:
+        while view.nbytes:
+            written = os.pwritev(descriptor, [view[:_MAX_CALL_BYTES]], offset)
+            view, offset = view[written:], offset + written
+
+
+def read_all(descriptor: int, views: Sequence[memoryview], offset: int) -> None:
+    """Fills `views`, one after the other, from the file's bytes from `offset` on.
+
+    Raises:
+        EOFError: the file ends before the views are full.
+        OSError: what the kernel answered.
+    """
+    start = 0
+    while start < len(views):
+        end, wanted = start, 0
+        while end < len(views) and end - start < _MAX_VECTORS and wanted + views[end].nbytes <= _MAX_CALL_BYTES:
+            wanted += views[end].nbytes
+            end += 1
+        _read_call(descriptor, list(views[start:end]), offset, wanted)
+        start, offset = end, offset + wanted
+
+
+def _read_call(descriptor: int, views: list[memoryview], offset: int, wanted: int) -> None:
+    while wanted:
+        count = os.preadv(descriptor, views, offset)
+        if count == 0:
+            raise EOFError(f"the file ends {wanted} bytes early, at byte {offset}")
+        offset, wanted = offset + count, wanted - count
+        while views and count >= views[0].nbytes:
+            count -= views.pop(0).nbytes
+        if count:
+            views[0] = views[0][count:]
+
+
+def supports_direct(folder: Path) -> bool:
+    """Whether the file system under `folder` takes an `O_DIRECT` write and gives it back.
+
+    Raises:
+        OSError: `folder` takes no files at all.
+    """
+    probe = folder / "probe"
+    page = mmap.mmap(-1, 2 * ALIGNMENT)
+    with page, memoryview(page) as view, view[:ALIGNMENT] as source, view[ALIGNMENT:] as target:
+        source[:] = os.urandom(ALIGNMENT)
+        try:
+            descriptor = open_file(probe, direct=bool(_DIRECT), create=True)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            return False
+        try:
+            write_all(descriptor, [source], 0)
+            read_all(descriptor, [target], 0)
+            return bool(_DIRECT) and source == target
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            return False
+        finally:
+            os.close(descriptor)
+            probe.unlink()
+
+
+def open_file_allowance() -> int:
+    """How many shards may stay open at once without starving the process of file descriptors."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 4096 if soft == resource.RLIM_INFINITY else min(4096, soft // 2)

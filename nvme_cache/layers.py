@@ -1,0 +1,392 @@
+"""NVMeLayer: one full-attention layer of the cache, its sealed runs and its tail."""
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from .blocks import BlockRun, LayerSpec, States, StateSpec, cut
+from .errors import CacheMisuseError
+from .io import round_up
+from .pager import Pager
+from .placement import Tier
+from .shards import dtype_name
+from .slots import Lease
+
+
+class Tail:
+    """The newest tokens of a layer, at full precision on the layer's device.
+
+    Args:
+        spec: Heads, widths and dtypes.
+        batch_size: Batch rows.
+        capacity: Most tokens it will hold.
+        device: The layer's device.
+    """
+
+    def __init__(self, spec: LayerSpec, batch_size: int, capacity: int, device: torch.device) -> None:
+        def buffer(kind: StateSpec) -> torch.Tensor:
+            return torch.empty((batch_size, kind.num_heads, capacity, kind.head_dim), dtype=kind.dtype, device=device)
+
+        self.length = 0
+        with torch.inference_mode(False):  # a buffer born in inference mode could not be written outside it
+            self._buffers = buffer(spec.keys), buffer(spec.values)
+
+    def append(self, states: States) -> None:
+        """Adds tokens, `[batch, heads, seq_length, head_dim]` each; there must be room for them."""
+        end = self.length + states[0].shape[2]
+        for buffer, new in zip(self._buffers, states, strict=True):
+            buffer[:, :, self.length : end].copy_(new)
+        self.length = end
+
+    def states(self, start: int = 0) -> States:
+        """Keys and values from token `start` of the tail on."""
+        keys, values = self._buffers
+        return keys[:, :, start : self.length], values[:, :, start : self.length]
+
+
+class NVMeLayer(CacheLayerMixin):
+    """Full attention whose history is paged.
+
+    Tokens older than the tail live in immutable runs of blocks. Cropping, reordering, repeating and selecting are work
+    on indices: no sealed byte is read, written or moved for them.
+
+    Args:
+        pager: What moves the blocks.
+        layer_idx: The layer's place in the model.
+    """
+
+    is_sliding = False
+    is_croppable = True
+    is_compileable = False
+
+    def __init__(self, pager: Pager, layer_idx: int) -> None:
+        self._pager = pager
+        self._layer_idx = layer_idx
+        self._clear()
+
+    def _clear(self) -> None:
+        self.is_initialized = False
+        self._runs: list[BlockRun] = []
+        self._sealed_length = 0
+        self._lease: Lease | None = None
+        self._update_length = 1
+        self._assigned: dict[int, torch.Tensor] = {}
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Takes shapes, dtypes and device from the first states, `[batch, heads, seq_length, head_dim]` each.
+
+        Raises:
+            ConfigurationError: a dtype that shards cannot hold.
+        """
+        self._spec = LayerSpec.of(key_states, value_states)
+        for kind in (self._spec.keys, self._spec.values):
+            dtype_name(kind.dtype)
+        self.device = key_states.device
+        self.batch_size = key_states.shape[0]
+        self._tail = self._new_tail([])
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Adds tokens and returns all there are, `[batch, heads, seq_length, head_dim]` each, on the layer's device.
+
+        What is returned stays valid until the layer's next update. The first tokens come back as they were given. With
+        gradients enabled the rest is a copy, through which gradients reach the new tokens.
+
+        Raises:
+            NVMeCacheError: what went wrong in the background, or misuse; the layer is as it was.
+        """
+        self.prepare(key_states, value_states)
+        past = self.get_seq_length()
+        length = past + key_states.shape[2]
+        new = key_states.detach(), value_states.detach()
+        if past == 0:
+            with torch.no_grad():
+                self._append(new)
+            return key_states, value_states
+        assert self._lease is not None
+        slot = self._lease.slot
+        with torch.no_grad():
+            slot.append(self._tail.states(slot.filled - self._sealed_length))
+            self._append(new)
+            slot.append(new)
+            keys, values = slot.states(length)
+        if torch.is_grad_enabled():
+            return _joined(keys[:, :, :past], key_states), _joined(values[:, :, :past], value_states)
+        return keys, values
+
+    def prepare(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Makes sure the next update, with these states, finds its history in a slot: fetches it, or waits for it.
+
+        Raises:
+            NVMeCacheError: as `update`.
+        """
+        self._pager.check()
+        if self._assigned:
+            raise CacheMisuseError(
+                f"layer {self._layer_idx} was assigned keys or values alone; assign both before the next update"
+            )
+        past, spec = self.get_seq_length(), LayerSpec.of(key_states, value_states)
+        if past == 0:
+            if not self.is_initialized or self._differs(spec, key_states):
+                self.lazy_initialization(key_states, value_states)
+        else:
+            self._check(spec, key_states)
+            if (promoted := self._spec.promoted(spec)) != self._spec:
+                self._convert(promoted)
+            self._fill_slot(past + key_states.shape[2])
+        self._update_length = key_states.shape[2]
+
+    def prefetch_beside(self, current: "NVMeLayer") -> bool:
+        """Starts filling a slot for the next update while `current`'s stays in use.
+
+        Returns:
+            False if no slot is free for it.
+        """
+        if self.get_seq_length() == 0 or (self._lease is not None and self._lease.is_valid):
+            return True
+        self._lease = self._fetch(self.get_seq_length() + self._update_length, keep=current._lease, steal=False)
+        return self._lease is not None
+
+    def get_seq_length(self) -> int:
+        """How many tokens the layer holds."""
+        return self._sealed_length + self._tail.length if self.is_initialized else 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of what `update` will return for `query_length` new tokens."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        """-1: there is no maximum."""
+        return -1
+
+    def used_bytes(self) -> Counter[Tier]:
+        """Bytes of sealed blocks by tier, as sealed."""
+        used: Counter[Tier] = Counter()
+        for run in self._runs:
+            used[run.tier] += run.nbytes
+        return used
+
+    def tail_bytes(self) -> int:
+        """Bytes of the tokens in the tail."""
+        return self._spec.nbytes(self._tail.length) * self.batch_size if self.is_initialized else 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removes the newest `-tokens_to_remove` tokens, all if there are fewer.
+
+        Raises:
+            ValueError: `tokens_to_remove` is positive, as upstream.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"crop({tokens_to_remove}) is not supported; pass the number of tokens to remove as a negative integer"
+            )
+        if tokens_to_remove == 0 or not self.is_initialized:
+            return
+        length = max(0, self.get_seq_length() + tokens_to_remove)
+        self._tail.length = max(0, length - self._sealed_length)
+        while self._sealed_length > length:
+            last = self._runs.pop()
+            kept = last.length - (self._sealed_length - length)
+            if kept > 0:
+                self._runs.append(replace(last, length=kept))
+                self._sealed_length = length
+            else:
+                self._pager.drop([last])
+                self._sealed_length -= last.length
+        if self._lease is not None and self._lease.is_valid:
+            self._lease.slot.filled = min(self._lease.slot.filled, length)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Makes row `i` what row `beam_idx[i]` was."""
+        self._select_rows(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats each batch row `repeats` times, copies side by side."""
+        if self.is_initialized:
+            self._select_rows(torch.arange(self.batch_size).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keeps the batch rows at `indices`, in that order."""
+        self._select_rows(indices)
+
+    def reset(self) -> None:
+        """Forgets every token."""
+        self._pager.drop(self._runs)
+        self._abandon_slot()
+        self._clear()
+
+    def offload(self) -> None:
+        """Nothing to do: sealed blocks are where the placement put them."""
+
+    def prefetch(self) -> None:
+        """Nothing to do: the cache fetches ahead by itself."""
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """A copy of all keys, `[batch, heads, seq_length, head_dim]`; None before the first update. Reads every block.
+
+        Keys and values may be assigned, both: then they replace what the layer holds.
+        """
+        return self._assigned[0] if 0 in self._assigned else self._loaded(0)
+
+    @keys.setter
+    def keys(self, states: torch.Tensor | None) -> None:
+        self._assign(0, states)
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """A copy of all values, as `keys`."""
+        return self._assigned[1] if 1 in self._assigned else self._loaded(1)
+
+    @values.setter
+    def values(self, states: torch.Tensor | None) -> None:
+        self._assign(1, states)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "NVMeLayer":
+        """A layer with its own tail that shares the sealed blocks, which never change."""
+        copied = NVMeLayer(memo.get(id(self._pager), self._pager), self._layer_idx)
+        memo[id(self)] = copied
+        if self.is_initialized:
+            copied._spec, copied.device, copied.batch_size = self._spec, self.device, self.batch_size
+            copied._tail = copied._new_tail([self._tail.states()])
+            copied._runs, copied._sealed_length = list(self._runs), self._sealed_length
+            copied._update_length = self._update_length
+            copied.is_initialized = True
+            copied._pager.adopt(copied._runs)
+        return copied
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a paged layer cannot be pickled: its blocks live in files and threads of this process")
+
+    def _append(self, states: States) -> None:
+        """Seals what is due, then puts the rest into the tail.
+
+        A long update is sealed at once, so that a prompt leaves memory while it is processed. A short one is sealed
+        when the next arrives: until then speculative decoding may take its tokens back.
+        """
+        block_size = self._pager.block_size
+        count = states[0].shape[2]
+        whole = (self._tail.length + (count if count >= block_size else 0)) // block_size * block_size
+        if not whole:
+            self._tail.append(states)
+            return
+        pending = [self._tail.states(), states]
+        sealed = self._pager.seal(
+            self._layer_idx,
+            self._spec,
+            cut(pending, 0, whole),
+            first_token=self._sealed_length,
+            used_bytes=self.used_bytes(),
+        )
+        # A new tail: copies out of the old one's memory may still be under way.
+        self._tail = self._new_tail(cut(pending, whole, self._tail.length + count - whole))
+        self._runs += sealed
+        self._sealed_length += whole
+
+    def _new_tail(self, parts: list[States]) -> Tail:
+        # One update short of a block may join what is one token short of another.
+        tail = Tail(self._spec, self.batch_size, 2 * self._pager.block_size, self.device)
+        for part in parts:
+            tail.append(part)
+        return tail
+
+    def _fill_slot(self, length: int) -> None:
+        if self._lease is not None and self._lease.is_valid:
+            slot = self._lease.slot
+            # Appending after a crop would overwrite tokens that a tensor returned earlier still shows.
+            overwrites = self.get_seq_length() < slot.exposed and slot.is_shared()
+            if overwrites or slot.capacity < length:
+                slot.abandon()
+        if self._lease is None or not self._lease.is_valid:
+            self._lease = self._fetch(length, keep=None, steal=True)
+        assert self._lease is not None
+        self._pager.wait(self._lease, self.device)
+
+    def _fetch(self, length: int, *, keep: Lease | None, steal: bool) -> Lease | None:
+        # Whole blocks of capacity let the drive fill a slot directly; one to spare lets decoding go on in it.
+        capacity = round_up(length, self._pager.block_size) + self._pager.block_size
+        return self._pager.fetch(
+            self.device, self._spec, self.batch_size, self._runs, capacity=capacity, keep=keep, steal=steal
+        )
+
+    def _abandon_slot(self) -> None:
+        if self._lease is not None and self._lease.is_valid:
+            self._lease.slot.abandon()
+        self._lease = None
+
+    def _select_rows(self, index: torch.Tensor) -> None:
+        if self.get_seq_length() == 0:
+            return
+        self._abandon_slot()
+        rows = torch.arange(self.batch_size)[index.cpu()]
+        keys, values = self._tail.states()
+        self.batch_size = rows.shape[0]
+        on_device = rows.to(self.device)
+        self._tail = self._new_tail([(keys.index_select(0, on_device), values.index_select(0, on_device))])
+        composed: dict[int, BlockRun] = {}
+        for at, run in enumerate(self._runs):
+            like = composed.setdefault(id(run.rows), run.with_rows(rows))
+            self._runs[at] = replace(run, rows=like.rows)
+
+    def _convert(self, spec: LayerSpec) -> None:
+        """Goes on in wider dtypes, as concatenating the old and the new would."""
+        self._abandon_slot()
+        self._spec = spec
+        self._tail = self._new_tail([self._tail.states()])
+
+    def _differs(self, spec: LayerSpec, key_states: torch.Tensor) -> bool:
+        return (spec, key_states.shape[0], key_states.device) != (self._spec, self.batch_size, self.device)
+
+    def _check(self, spec: LayerSpec, key_states: torch.Tensor) -> None:
+        shape = (key_states.shape[0], *_extents(spec))
+        held = (self.batch_size, *_extents(self._spec))
+        if shape != held:
+            raise CacheMisuseError(
+                f"layer {self._layer_idx} holds keys and values of (batch, heads, widths) {held} but was given {shape}. "
+                "Use a new cache for another batch or another model; before beams or several return sequences on a filled "
+                "cache call batch_repeat_interleave; give encoder-decoder models an EncoderDecoderCache."
+            )
+        if key_states.device != self.device:
+            raise CacheMisuseError(
+                f"layer {self._layer_idx} lives on {self.device} but was given states on {key_states.device}"
+            )
+
+    def _assign(self, index: int, states: torch.Tensor | None) -> None:
+        if states is None:
+            self.reset()
+            return
+        self._assigned[index] = states
+        if len(self._assigned) == 2:
+            key_states, value_states = self._assigned[0], self._assigned[1]
+            self.reset()
+            self.update(key_states, value_states)
+
+    def _loaded(self, index: int) -> torch.Tensor | None:
+        if not self.is_initialized:
+            return None
+        self._pager.check()
+        with torch.no_grad():
+            if self.get_seq_length() == 0:
+                return self._tail.states()[index].clone()
+            self._fill_slot(self.get_seq_length())
+            assert self._lease is not None
+            slot = self._lease.slot
+            slot.append(self._tail.states(slot.filled - self._sealed_length))
+            return slot.states(self.get_seq_length())[index].clone()
+
+
+def _extents(spec: LayerSpec) -> tuple[int, ...]:
+    return spec.keys.num_heads, spec.keys.head_dim, spec.values.num_heads, spec.values.head_dim
+
+
+def _joined(past: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """Both along the tokens in fresh memory, which autograd may keep, with gradients reaching `new`."""
+    whole = past.new_empty((*past.shape[:2], past.shape[2] + new.shape[2], past.shape[3]))
+    whole[:, :, : past.shape[2]] = past
+    whole[:, :, past.shape[2] :] = new
+    return whole

@@ -1,0 +1,292 @@
+"""The machinery that moves blocks between tiers: sealing, writing, fetching.
+
+One pager serves one cache. It knows runs, slots and shards, but nothing of transformers.
+"""
+
+import os
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from . import fetch
+from .blocks import BlockRun, LayerSpec, ResidentBlocks, States, cut, pack
+from .buffers import HostBuffer, StagingPool
+from .errors import CacheClosedError, CacheMisuseError
+from .placement import Budgets, Tier, place
+from .shards import MAX_SECTION_BYTES, Section, Shard
+from .slots import Lease, SlotPool
+from .spill import Write, Writer
+from .store import Store
+from .tax import Counters
+from .transfer import Transfer, transfer_for
+
+_THREAD_PREFIX = "nvme-cache"
+
+
+class Pager:
+    """Seals tokens into blocks, keeps them in their tiers, brings them back into slots.
+
+    Args:
+        store: Where shards go; closed with the pager.
+        budgets: What may stay in device and host memory.
+        num_layers: How many layers share the budgets.
+        block_size: Tokens in a block.
+        num_slots: Slots on each device.
+        io_threads: Threads that read.
+        verify: Whether every block read back is checked against its checksum.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        budgets: Budgets,
+        num_layers: int,
+        block_size: int,
+        num_slots: int,
+        io_threads: int,
+        verify: bool,
+    ) -> None:
+        self.block_size = block_size
+        self.num_layers = num_layers
+        self.counters = Counters()
+        self.used_bytes: Counter[Tier] = Counter()
+        self._store = store
+        self._budgets = budgets
+        self._num_slots = num_slots
+        self._io_threads = io_threads
+        self._verify = verify
+        self._pid = os.getpid()
+        self._lanes: dict[torch.device, _Lane] = {}
+        self._readers = ThreadPoolExecutor(io_threads, f"{_THREAD_PREFIX}-read")
+        write_thread = ThreadPoolExecutor(1, f"{_THREAD_PREFIX}-write")
+        self._writer = Writer(write_thread, self.counters)
+        self._finalizer = weakref.finalize(self, _shut_down, self._readers, write_thread, store, self._pid)
+
+    @property
+    def folder(self) -> Path:
+        """Where this cache's shards are."""
+        return self._store.path
+
+    def check(self) -> None:
+        """Raises what went wrong in the background since the last call, once, and tries those writes again.
+
+        Raises:
+            CacheClosedError: the cache was closed.
+            CacheMisuseError: this is a forked child of the process that made the cache.
+            StorageFullError: the drive was full.
+            ShardIOError: the drive refused a write.
+        """
+        if not self._finalizer.alive:
+            raise CacheClosedError("this cache was closed and its shards deleted; make a new one")
+        if os.getpid() != self._pid:
+            raise CacheMisuseError(
+                f"this cache belongs to process {self._pid}; a forked child has none of its threads. Make a new cache "
+                "in the child, or start workers with the spawn method."
+            )
+        self._writer.check()
+
+    def close(self) -> None:
+        """Waits for work in flight, then deletes the shards. Safe to call again."""
+        self._finalizer()
+        self._lanes.clear()
+
+    def seal(
+        self,
+        layer_idx: int,
+        spec: LayerSpec,
+        states: Sequence[States],
+        *,
+        first_token: int,
+        used_bytes: Counter[Tier],
+    ) -> list[BlockRun]:
+        """Turns tokens into blocks and sends them to their tiers. Waits only for staging buffers.
+
+        Args:
+            layer_idx: The layer, for names and messages.
+            spec: The layer's heads and widths, and the dtypes to seal in.
+            states: Consecutive keys and values, `[batch, heads, seq_length, head_dim]` each, of whole blocks' worth of
+                tokens together. Their memory must not be written to again.
+            first_token: Position of the first token.
+            used_bytes: Bytes of this layer's blocks already in each tier.
+
+        Returns:
+            The new runs, in token order.
+
+        Raises:
+            StorageFullError: there is no room; nothing was sealed.
+        """
+        batch_size = states[0][0].shape[0]
+        num_blocks = sum(keys.shape[2] for keys, _ in states) // self.block_size
+        block_bytes = spec.nbytes(self.block_size) * batch_size
+        counts = place(num_blocks, block_bytes, self._budgets, self.num_layers, used_bytes, self.used_bytes)
+        section_bytes = max(spec.keys.nbytes(self.block_size), spec.values.nbytes(self.block_size)) * batch_size
+        limit = {Tier.NVME: max(1, MAX_SECTION_BYTES // section_bytes)}
+        runs: list[BlockRun] = []
+        start = 0
+        for tier, count in counts.items():
+            while count:
+                size = min(count, limit.get(tier, count))
+                part = cut(states, start * self.block_size, size * self.block_size)
+                shapes = tuple(
+                    (size, batch_size, kind.num_heads, self.block_size, kind.head_dim)
+                    for kind in (spec.keys, spec.values)
+                )
+                blocks: ResidentBlocks | Shard
+                if tier is Tier.NVME:
+                    blocks = self._spill(layer_idx, first_token + start * self.block_size, spec, shapes, part)
+                else:
+                    blocks = self._keep(tier, spec, shapes, part)
+                length = size * self.block_size
+                runs.append(BlockRun(tier, blocks, spec, batch_size, size, self.block_size, length))
+                start, count = start + size, count - size
+        self.adopt(runs)
+        self.counters.sealed_bytes += sum(run.nbytes for run in runs)
+        return runs
+
+    def adopt(self, runs: Sequence[BlockRun]) -> None:
+        """Takes runs that another layer sealed into the accounts."""
+        for run in runs:
+            self.used_bytes[run.tier] += run.nbytes
+
+    def drop(self, runs: Sequence[BlockRun]) -> None:
+        """Takes runs out of the accounts; their bytes go when nothing refers to them any more."""
+        for run in runs:
+            self.used_bytes[run.tier] -= run.nbytes
+
+    def fetch(
+        self,
+        device: torch.device,
+        spec: LayerSpec,
+        batch_size: int,
+        runs: Sequence[BlockRun],
+        *,
+        capacity: int,
+        keep: Lease | None,
+        steal: bool,
+    ) -> Lease | None:
+        """Starts laying a layer's runs out in a slot.
+
+        Args:
+            device: Where the slot is.
+            spec: The layer's present heads, widths and dtypes.
+            batch_size: The layer's present batch rows.
+            runs: What to lay out, from the first token on.
+            capacity: Tokens to leave room for, at least.
+            keep: A lease whose slot must stay as it is.
+            steal: Whether to take a slot from a layer it is being filled for ahead.
+
+        Returns:
+            The lease, whose slot's tasks are under way; None if no slot is to be had.
+        """
+        lane = self._lane(device)
+        slot = lane.slots.acquire(keep.slot if keep else None, steal=steal)
+        if slot is None:
+            return None
+        slot.lay_out(spec, batch_size, capacity)
+        reads, residents = fetch.plan(slot, runs)
+        after = lane.transfer.mark()
+        if residents:
+            slot.tasks.append(self._readers.submit(fetch.copy_all, residents, lane.transfer, after))
+        for group in fetch.split(reads, self._io_threads):
+            slot.tasks.append(
+                self._readers.submit(fetch.read_all, group, lane.transfer, lane.staging, after, self._verify)
+            )
+        self.counters.read_bytes += sum(read.section.nbytes for read in reads)
+        return Lease(slot, slot.tenancy)
+
+    def wait(self, lease: Lease, device: torch.device) -> None:
+        """Waits until the leased slot is filled; computation on the device is made to wait for the last copies.
+
+        Raises:
+            NVMeCacheError: what went wrong while filling it; the lease is over.
+        """
+        slot = lease.slot
+        began = time.perf_counter()
+        wait(slot.tasks)
+        self.counters.stall_s += time.perf_counter() - began
+        tasks, slot.tasks = slot.tasks, []
+        error = next((error for task in tasks if (error := task.exception()) is not None), None)
+        if error is not None:
+            slot.abandon()
+            self.check()  # a failed write makes the reads behind it fail: say it once
+            raise error
+        for task in tasks:
+            self._lane(device).transfer.wait(task.result())
+
+    def _lane(self, device: torch.device) -> "_Lane":
+        if device not in self._lanes:
+            transfer = transfer_for(device)
+            staging = StagingPool(self._io_threads + 2, MAX_SECTION_BYTES, pin=transfer.pins_memory)
+            self._lanes[device] = _Lane(transfer, SlotPool(transfer, self._num_slots), staging)
+        return self._lanes[device]
+
+    def _spill(
+        self, layer_idx: int, first_token: int, spec: LayerSpec, shapes: Sequence[tuple[int, ...]], states: list[States]
+    ) -> Shard:
+        keys = Section.of("keys", shapes[0], spec.keys.dtype)
+        values = Section.of("values", shapes[1], spec.values.dtype)
+        shard = self._store.new_shard(layer_idx, first_token, (keys, values))
+        staging = self._lane(states[0][0].device).staging
+        began = time.perf_counter()
+        buffers = staging.acquire_all([keys.padded_nbytes, values.padded_nbytes])
+        self.counters.stall_s += time.perf_counter() - began
+        targets = [
+            buffer.tensor(section.shape, section.dtype) for buffer, section in zip(buffers, shard.sections, strict=True)
+        ]
+        self._writer.submit(Write(shard, staging, buffers, states, self._pack(targets, states)))
+        return shard
+
+    def _keep(
+        self, tier: Tier, spec: LayerSpec, shapes: Sequence[tuple[int, ...]], states: list[States]
+    ) -> ResidentBlocks:
+        device = states[0][0].device
+        pin = self._lane(device).transfer.pins_memory
+        targets = []
+        for shape, kind in zip(shapes, (spec.keys, spec.values), strict=True):
+            if tier is Tier.DEVICE:
+                with torch.inference_mode(False):
+                    targets.append(torch.empty(shape, dtype=kind.dtype, device=device))
+            else:
+                nbytes = kind.nbytes(shape[0] * self.block_size) * shape[1]
+                targets.append(HostBuffer(nbytes, pin=pin).tensor(shape, kind.dtype))
+        event = self._pack(targets, states)
+        if event is not None:
+            self._writer.hold(event, states, targets)
+        return ResidentBlocks(*targets)
+
+    def _pack(self, targets: Sequence[torch.Tensor], states: Sequence[States]) -> torch.Event | None:
+        transfer = self._lane(states[0][0].device).transfer
+        with transfer.side_stream(transfer.mark()):
+            at = 0
+            for part in states:
+                for target, source in zip(targets, part, strict=True):
+                    for block_view, token_view in pack(target, at, source):
+                        transfer.copy(block_view, token_view)
+                at += part[0].shape[2]
+        return transfer.record()
+
+
+@dataclass(frozen=True, slots=True)
+class _Lane:
+    """What one device needs to move blocks."""
+
+    transfer: Transfer
+    slots: SlotPool
+    staging: StagingPool
+
+
+def _shut_down(readers: ThreadPoolExecutor, writer: ThreadPoolExecutor, store: Store, owner_pid: int) -> None:
+    if os.getpid() == owner_pid:
+        # The collector may run this on one of the threads it would wait for.
+        wait_for_threads = not threading.current_thread().name.startswith(_THREAD_PREFIX)
+        for executor in (readers, writer):
+            executor.shutdown(wait=wait_for_threads, cancel_futures=True)
+    store.close()

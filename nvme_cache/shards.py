@@ -1,0 +1,231 @@
+"""The shard format: one safetensors file holding a run of consecutive blocks of one layer.
+
+A shard has two tensors, `keys` and `values`, each `[num_blocks, batch, heads, block_size, head_dim]`. The header is
+padded with spaces, and each tensor with an explicit U8 tensor where needed, so that both begin on a page and can be
+read with `O_DIRECT`; any safetensors reader opens the file. `__metadata__` carries the format version, the layer, the
+first token, the block size and an xxh3-64 checksum of every block's keys and values.
+"""
+
+import json
+import os
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from . import io
+from .buffers import HostBuffer
+from .errors import ConfigurationError, ShardCorruptedError, ShardIOError
+
+FORMAT_VERSION = "1"
+MAX_SECTION_BYTES = 16 << 20
+
+_DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name safetensors gives `dtype`.
+
+    Raises:
+        ConfigurationError: keys and values of this dtype cannot be stored.
+    """
+    try:
+        return _DTYPE_NAMES[dtype]
+    except KeyError:
+        supported = ", ".join(str(known) for known in _DTYPE_NAMES)
+        raise ConfigurationError(f"keys or values of {dtype} cannot be paged; supported: {supported}") from None
+
+
+@dataclass(slots=True)
+class Section:
+    """One tensor of a shard: where its bytes lie and what each block's bytes hash to.
+
+    Attributes:
+        name: "keys" or "values".
+        shape: `[num_blocks, batch, heads, block_size, head_dim]`.
+        offset: First byte in the file, a multiple of a page.
+        nbytes: Size of the tensor in bytes, without padding.
+        checksums: xxh3-64 of each block's bytes; filled when the shard is written.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    nbytes: int
+    offset: int = 0
+    checksums: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> "Section":
+        """The section of a tensor of `shape` and `dtype`."""
+        nbytes = dtype.itemsize
+        for extent in shape:
+            nbytes *= extent
+        return cls(name, shape, dtype, nbytes)
+
+    @property
+    def padded_nbytes(self) -> int:
+        """Size in bytes up to the next page."""
+        return io.round_up(self.nbytes, io.ALIGNMENT)
+
+
+class Shard:
+    """One shard file. The store that made it deletes the file once nothing refers to the shard any more.
+
+    Args:
+        path: Where the file will be.
+        layer_idx: The layer its blocks belong to.
+        first_token: Position of its first token in the layer when it was sealed.
+        sections: Its keys and its values.
+        direct: Whether to bypass the page cache.
+        keep_open: Whether the file may stay open between reads.
+
+    Attributes:
+        written: Resolves once the file is in place; replaced when a failed write is tried again.
+        file_nbytes: Size of the file in bytes.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        layer_idx: int,
+        first_token: int,
+        sections: tuple[Section, Section],
+        *,
+        direct: bool,
+        keep_open: bool,
+    ) -> None:
+        self.path = path
+        self.layer_idx = layer_idx
+        self.first_token = first_token
+        self.sections = sections
+        self.written: Future[None] = Future()
+        self._direct = direct
+        self._keep_open = keep_open
+        self._descriptor: int | None = None
+        offset = len(self._header(checksum=0))
+        for section in sections:
+            section.offset, offset = offset, offset + section.padded_nbytes
+        self.file_nbytes = offset
+
+    def write(self, buffers: Sequence[HostBuffer]) -> None:
+        """Writes the file from one buffer a section; it appears under its name only when whole.
+
+        Raises:
+            OSError: what the drive answered; the unfinished file is gone.
+        """
+        views = []
+        for section, buffer in zip(self.sections, buffers, strict=True):
+            buffer.view[section.nbytes : section.padded_nbytes] = bytes(section.padded_nbytes - section.nbytes)
+            section.checksums = _checksums(section, [buffer.view])
+            views.append(buffer.view[: section.padded_nbytes])
+        encoded = self._header()
+        header = HostBuffer(len(encoded))
+        header.view[:] = encoded
+        partial = self.path.with_suffix(".partial")
+        descriptor = io.open_file(partial, direct=self._direct, create=True)
+        try:
+            io.preallocate(descriptor, self.file_nbytes)
+            io.write_all(descriptor, [header.view, *views], 0)
+            partial.rename(self.path)
+        except BaseException:
+            os.close(descriptor)
+            partial.unlink(missing_ok=True)
+            raise
+        if self._keep_open:
+            self._descriptor = descriptor
+            weakref.finalize(self, os.close, descriptor)
+        else:
+            os.close(descriptor)
+
+    def read(self, section: Section, views: Sequence[memoryview], *, verify: bool) -> None:
+        """Reads one whole section into `views`, which follow the file's byte order and may extend into its padding.
+
+        Raises:
+            ShardCorruptedError: the file is missing, short, or a block does not match its checksum.
+            ShardIOError: the drive refused.
+        """
+        try:
+            if self._descriptor is not None:
+                io.read_all(self._descriptor, views, section.offset)
+            else:
+                descriptor = io.open_file(self.path, direct=self._direct)
+                try:
+                    io.read_all(descriptor, views, section.offset)
+                finally:
+                    os.close(descriptor)
+        except (EOFError, FileNotFoundError) as error:
+            raise self._corrupted(section, str(error)) from error
+        except OSError as error:
+            raise ShardIOError(error.errno, f"cannot read {self._describe(section)}: {error.strerror}") from error
+        if verify:
+            found = _checksums(section, views)
+            if found != section.checksums:
+                block = next(
+                    i for i, pair in enumerate(zip(found, section.checksums, strict=True)) if pair[0] != pair[1]
+                )
+                raise self._corrupted(section, f"block {block} does not match its checksum")
+
+    def _corrupted(self, section: Section, why: str) -> ShardCorruptedError:
+        return ShardCorruptedError(
+            f"{self._describe(section)} are damaged: {why}. These cached tokens are lost: start again with a new "
+            "cache, and check the drive if it happens twice."
+        )
+
+    def _describe(self, section: Section) -> str:
+        return f"the {section.name} of layer {self.layer_idx} in shard {self.path}"
+
+    def _header(self, checksum: int | None = None) -> bytes:
+        metadata = {
+            "format": "nvme-cache",
+            "version": FORMAT_VERSION,
+            "layer_idx": str(self.layer_idx),
+            "first_token": str(self.first_token),
+            "block_size": str(self.sections[0].shape[3]),
+        }
+        header: dict[str, Any] = {"__metadata__": metadata}
+        at = 0
+        for section in self.sections:
+            checksums = section.checksums if checksum is None else [checksum] * section.shape[0]
+            metadata[f"xxh3_{section.name}"] = " ".join(f"{value:016x}" for value in checksums)
+            end = at + section.nbytes
+            header[section.name] = {
+                "dtype": dtype_name(section.dtype),
+                "shape": list(section.shape),
+                "data_offsets": [at, end],
+            }
+            at += section.padded_nbytes
+            if at > end:
+                header[f"{section.name}_padding"] = {"dtype": "U8", "shape": [at - end], "data_offsets": [end, at]}
+        encoded = json.dumps(header, separators=(",", ":")).encode()
+        length = io.round_up(8 + len(encoded), io.ALIGNMENT) - 8
+        return length.to_bytes(8, "little") + encoded.ljust(length)
+
+
+def _checksums(section: Section, views: Sequence[memoryview]) -> list[int]:
+    """The xxh3-64 of each block's bytes, `views` being the section's bytes in file order."""
+    remaining = iter(views)
+    view = next(remaining)
+    checksums = []
+    for _ in range(section.shape[0]):
+        digest, left = xxhash.xxh3_64(), section.nbytes // section.shape[0]
+        while left:
+            if not view.nbytes:
+                view = next(remaining)
+            part, view = view[:left], view[left:]
+            digest.update(part)
+            left -= part.nbytes
+        checksums.append(digest.intdigest())
+    return checksums

@@ -1,0 +1,104 @@
+"""Writing shards behind the model's back: one thread, errors kept until the owner calls, failed writes tried again."""
+
+import errno
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from .blocks import States
+from .buffers import HostBuffer, StagingPool
+from .errors import NVMeCacheError, ShardIOError, StorageFullError
+from .shards import Shard
+from .tax import Counters
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """A shard on its way to the drive, with what its copies still need.
+
+    Attributes:
+        shard: What to write.
+        staging: Where the buffers return to.
+        buffers: The bytes, one buffer a section.
+        states: What the side stream copies from; must stay as it is until `event`.
+        event: Passed once the buffers are filled.
+    """
+
+    shard: Shard
+    staging: StagingPool
+    buffers: list[HostBuffer]
+    states: list[States]
+    event: torch.Event | None
+
+
+class Writer:
+    """Writes shards in the order given.
+
+    Args:
+        executor: Where writing happens: one thread.
+        counters: Counts the bytes written.
+    """
+
+    def __init__(self, executor: ThreadPoolExecutor, counters: Counters) -> None:
+        self._executor = executor
+        self._counters = counters
+        self._failed: deque[tuple[Write, NVMeCacheError]] = deque()
+
+    def submit(self, write: Write) -> None:
+        """Queues a write; the shard's `written` resolves with it."""
+        write.shard.written = self._executor.submit(_run, write, self._failed, self._counters)
+
+    def hold(self, event: torch.Event, *held: object) -> None:
+        """Keeps objects alive until `event`: their memory must not be reused while the side stream works on it."""
+        self._executor.submit(_hold, event, *held)
+
+    def check(self) -> None:
+        """Raises the first failure since the last call, and tries all failed writes again.
+
+        Raises:
+            StorageFullError: the drive was full.
+            ShardIOError: the drive refused.
+        """
+        if not self._failed:
+            return
+        failed = [self._failed.popleft() for _ in range(len(self._failed))]
+        for write, _ in failed:
+            write.staging.fail(None)
+        for write, _ in failed:
+            self.submit(write)
+        raise failed[0][1]
+
+
+def _run(write: Write, failed: deque[tuple[Write, NVMeCacheError]], counters: Counters) -> None:
+    if write.event is not None:
+        write.event.synchronize()
+    write.states.clear()
+    try:
+        write.shard.write(write.buffers)
+    except OSError as error:
+        # The buffers hold the only copy of these tokens until the write is tried again.
+        explained = _explained(error, write.shard)
+        failed.append((write, explained))
+        write.staging.fail(explained)
+        raise explained from error
+    counters.written_bytes += sum(section.nbytes for section in write.shard.sections)
+    for buffer in write.buffers:
+        write.staging.release(buffer)
+
+
+def _hold(event: torch.Event, *held: object) -> None:
+    event.synchronize()
+
+
+def _explained(error: OSError, shard: Shard) -> NVMeCacheError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return StorageFullError(
+            error.errno,
+            f"no room for shard {shard.path} ({shard.file_nbytes:,} bytes): {error.strerror}. Nothing is lost: free "
+            "space and call again, or use an offload_dir on a larger drive.",
+        )
+    return ShardIOError(
+        error.errno, f"cannot write shard {shard.path}: {error.strerror}. Check the drive, then call again."
+    )
