@@ -1,0 +1,91 @@
+"""The `nvme-cache` command."""
+
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+
+app = typer.Typer(help="Page the KV cache of Hugging Face models to NVMe.", no_args_is_help=True)
+
+DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+DEFAULT_DOCUMENT = Path("examples/us_constitution.txt")
+DEFAULT_QUESTIONS = [
+    "What are the two chambers of Congress?",
+    "Who is the Commander in Chief of the Army and Navy?",
+    "What does the Fourth Amendment protect against?",
+]
+
+
+@app.callback()
+def main() -> None:
+    """Page the KV cache of Hugging Face models to NVMe."""
+
+
+@app.command()
+def demo(
+    model: Annotated[str, typer.Option(help="Folder or hub name of an instruction-tuned model.")] = DEFAULT_MODEL,
+    document: Annotated[Path, typer.Option(help="Text file to ask about.", exists=True, dir_okay=False)] = (
+        DEFAULT_DOCUMENT
+    ),
+    question: Annotated[list[str] | None, typer.Option(help="What to ask; may be given several times.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)] = 60,
+    offload_dir: Annotated[Path | None, typer.Option(help="Existing folder for shards, on a fast drive.")] = None,
+) -> None:
+    """Ask about a long document twice, with the cache in memory and on NVMe, and compare every bit.
+
+    Exit status 1 if a token or a logit differs.
+    """
+    import torch
+
+    from .demo import Request, ask
+
+    console = Console()
+    questions = question or DEFAULT_QUESTIONS
+    text = document.read_text()
+
+    def request(title: str, *, on_nvme: bool) -> Request:
+        folder = None if offload_dir is None else str(offload_dir)
+        return Request(title, model, text, questions, max_new_tokens, on_nvme, folder)
+
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            memory = ask(request("in memory", on_nvme=False), Path(folder))
+            nvme = ask(request("on NVMe  ", on_nvme=True), Path(folder))
+        except subprocess.CalledProcessError as error:
+            raise typer.Exit(2) from error
+    for asked, answer in zip(questions, nvme.texts, strict=True):
+        console.print(Panel(answer, title=asked, title_align="left"))
+
+    table = Table(title=f"{model}, {nvme.prompt_tokens:,} tokens of {document.name}", title_justify="left")
+    table.add_column()
+    table.add_column("DynamicCache in memory", justify="right")
+    table.add_column("OffloadedNVMeCache", justify="right")
+    table.add_row("reading, tokens/s", *(f"{run.prompt_tokens / run.prefill_s:,.0f}" for run in (memory, nvme)))
+    table.add_row("answering, tokens/s", *(f"{len(run.tokens) / run.answer_s:.1f}" for run in (memory, nvme)))
+    table.add_row("peak host memory beyond the model", *(_mib(run.host_peak_bytes) for run in (memory, nvme)))
+    if memory.device_peak_bytes:
+        table.add_row("peak device memory beyond the model", *(_mib(run.device_peak_bytes) for run in (memory, nvme)))
+    table.add_row("cache in memory", _mib(memory.usage["memory"]), _mib(nvme.usage["device"] + nvme.usage["host"]))
+    table.add_row("cache on NVMe", _mib(0), _mib(nvme.usage["nvme"]))
+    table.add_row("shards, all opened by safetensors", "0", f"{nvme.shards}")
+    console.print(table)
+
+    same_tokens = memory.tokens == nvme.tokens
+    same_logits = torch.equal(memory.logits, nvme.logits)
+    console.print(f"tokens: {_verdict(same_tokens)} ({len(nvme.tokens)} generated)")
+    console.print(f"logits: {_verdict(same_logits)} ({nvme.logits.numel():,} compared bit for bit)")
+    if not (same_tokens and same_logits):
+        raise typer.Exit(1)
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:,.1f} MiB"
+
+
+def _verdict(same: bool) -> str:
+    return "[green]identical[/green]" if same else "[bold red]DIFFERENT[/bold red]"
