@@ -24,23 +24,23 @@ class HostBuffer:
         pin: Whether an accelerator will copy to or from it.
     """
 
+    @torch.inference_mode(False)  # tensors born in inference mode could not be written outside it
     def __init__(self, nbytes: int, *, pin: bool = False) -> None:
         nbytes = round_up(max(nbytes, 1), ALIGNMENT)
-        # Tensors born in inference mode could never be written outside it.
-        with torch.inference_mode(False):
-            if pin:
-                self.bytes = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-                self.view = memoryview(self.bytes.numpy().data).cast("B")
-            else:
-                mapping = _map_private(nbytes)
-                self.bytes = torch.frombuffer(mapping, dtype=torch.uint8, count=nbytes)
-                self.view = memoryview(mapping)[:nbytes]
+        if pin:
+            self.bytes = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            self.view = memoryview(self.bytes.numpy().data).cast("B")
+        else:
+            mapping = _map_private(nbytes)
+            self.bytes = torch.frombuffer(mapping, dtype=torch.uint8, count=nbytes)
+            self.view = memoryview(mapping)[:nbytes]
 
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
         return self.view.nbytes
 
+    @torch.inference_mode(False)
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """The buffer's first bytes as a contiguous tensor of `shape` and `dtype`."""
         size = dtype.itemsize

@@ -67,12 +67,12 @@ def demo(
     table.add_column("OffloadedNVMeCache", justify="right")
     table.add_row("reading, tokens/s", *(f"{run.prompt_tokens / run.prefill_s:,.0f}" for run in (memory, nvme)))
     table.add_row("answering, tokens/s", *(f"{len(run.tokens) / run.answer_s:.1f}" for run in (memory, nvme)))
-    table.add_row("peak host memory beyond the model", *(_mib(run.host_peak_bytes) for run in (memory, nvme)))
+    table.add_row("host peak above the model", *(_mib(run.host_peak_bytes) for run in (memory, nvme)))
     if memory.device_peak_bytes:
-        table.add_row("peak device memory beyond the model", *(_mib(run.device_peak_bytes) for run in (memory, nvme)))
+        table.add_row("device peak above the model", *(_mib(run.device_peak_bytes) for run in (memory, nvme)))
     table.add_row("cache in memory", _mib(memory.usage["memory"]), _mib(nvme.usage["device"] + nvme.usage["host"]))
     table.add_row("cache on NVMe", _mib(0), _mib(nvme.usage["nvme"]))
-    table.add_row("shards, all opened by safetensors", "0", f"{nvme.shards}")
+    table.add_row("shards safetensors opened", "0", f"{nvme.shards}")
     console.print(table)
 
     same_tokens = memory.tokens == nvme.tokens
@@ -89,3 +89,7 @@ def _mib(nbytes: int) -> str:
 
 def _verdict(same: bool) -> str:
     return "[green]identical[/green]" if same else "[bold red]DIFFERENT[/bold red]"
+
+
+if __name__ == "__main__":
+    app()

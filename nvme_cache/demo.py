@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreT
 
 from .cache import OffloadedNVMeCache
 
-_CHUNK = 512
+_CHUNK = 1024
 _SPLIT = "\N{SYMBOL FOR RECORD SEPARATOR}"
 
 

@@ -37,6 +37,7 @@ class Slot:
         self.is_abandoned = False
         self.tasks: list[Future[torch.Event | None]] = []
 
+    @torch.inference_mode(False)  # views born in inference mode could not be written outside it
     def lay_out(self, spec: LayerSpec, batch_size: int, capacity: int) -> None:
         """Passes the slot to a layer with room for `capacity` tokens; contents are undefined.
 
@@ -123,8 +124,7 @@ class Slot:
             self._host = HostBuffer(nbytes)
             self._buffer = self._host.bytes
         else:
-            with torch.inference_mode(False):
-                self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._transfer.device)
+            self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._transfer.device)
         self._storage = self._buffer.untyped_storage()
         self._nbytes = nbytes
 

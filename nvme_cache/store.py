@@ -70,14 +70,14 @@ class Store:
             root = _checked(root)
         with _explained(root):
             remove_orphans(root)
-            self.path, self._lock = _claim_folder(root)
+            self.path, lock = _claim_folder(root)
+            self._finalizer = weakref.finalize(self, _remove, self.path, lock, os.getpid())
             self._direct = io.supports_direct(self.path)
         self.used_bytes = 0
         self._disk_budget = disk_budget
         self._count = 0
         self._mutex = RLock()  # a shard's finalizer may run inside any of the methods that hold it
         self._open: weakref.WeakSet[Shard] = weakref.WeakSet()
-        self._finalizer = weakref.finalize(self, _remove, self.path, self._lock, os.getpid())
         _warn_once(root, direct=self._direct)
 
     def new_shard(self, layer_idx: int, first_token: int, sections: tuple[Section, Section]) -> Shard:
@@ -188,7 +188,8 @@ def _explained(root: Path) -> Iterator[None]:
     except OSError as error:
         raise OffloadDirectoryError(
             error.errno,
-            f"cannot write to offload_dir={str(root)!r}: {error.strerror}. Pass a folder this user may write to.",
+            f"cannot write to offload_dir={str(root)!r}: {error.strerror}. Pass a folder this user may write to, on a "
+            "drive with space.",
         ) from error
 
 

@@ -1,0 +1,125 @@
+"""Shared by the suite: tiny models, a folder for shards, and generation with every bit kept."""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import inspect
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    DynamicCache,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from nvme_cache import OffloadedNVMeCache
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 256,
+    "max_position_embeddings": 4096,
+}
+FAMILIES = {
+    "llama": (LlamaForCausalLM, LlamaConfig, {}),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {}),
+    "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": 24}),
+    "gemma3": (
+        Gemma3ForCausalLM,
+        Gemma3TextConfig,
+        {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    ),
+}
+
+
+def tiny_model(family="llama", dtype=torch.float32, **overrides):
+    model_class, config_class, extra = FAMILIES[family]
+    torch.manual_seed(0)
+    model = model_class(config_class(**(SIZES | extra | overrides))).eval().to(dtype)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+@dataclass
+class Generated:
+    tokens: torch.Tensor
+    logits: torch.Tensor
+
+
+def cache_argument(model: PreTrainedModel, cache) -> dict:
+    """The cache under the name this transformers gives it: `cache` since 5.24, `past_key_values` before."""
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    return {name: cache}
+
+
+def generate(model, cache, prompt_length, batch_size=1, new_tokens=24, **options):
+    """Greedy generation from a fixed random prompt; batches are left-padded by different amounts."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, 250, (batch_size, prompt_length), generator=generator).to(model.device)
+    mask = torch.ones_like(ids)
+    for row in range(1, batch_size):
+        padding = min(2 * row + 1, prompt_length - 1)
+        ids[row, :padding], mask[row, :padding] = 0, 0
+    output = model.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+        **cache_argument(model, cache),
+        **options,
+    )
+    return Generated(output.sequences, torch.stack(output.logits))
+
+
+def assert_same(ours: Generated, stock: Generated):
+    assert torch.equal(ours.tokens, stock.tokens)
+    assert torch.equal(ours.logits, stock.logits)
+
+
+def assert_parity(model, cache, *args, **options):
+    """The same tokens and the same logits, bit for bit, as with transformers' own cache."""
+    assert_same(
+        generate(model, cache, *args, **options), generate(model, DynamicCache(config=model.config), *args, **options)
+    )
+
+
+@pytest.fixture
+def offload_dir(tmp_path) -> Path:
+    folder = tmp_path / "offload"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def make_cache(offload_dir):
+    """Caches with everything on NVMe unless told otherwise; closed at the end, leaving nothing."""
+    caches = []
+
+    def make(**options) -> OffloadedNVMeCache:
+        options = {"offload_dir": offload_dir, "device_budget": 0, "host_budget": 0} | options
+        caches.append(OffloadedNVMeCache(**options))
+        return caches[-1]
+
+    yield make
+    for cache in caches:
+        cache.close()
+    assert list(offload_dir.iterdir()) == []

@@ -1,0 +1,42 @@
+"""Tokens map into blocks and back without loss, for any shape; cuts cover what they name."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nvme_cache.blocks import cut, pack, unpack
+
+small = st.integers(1, 4)
+
+
+@given(small, small, small, st.integers(1, 5), st.integers(1, 7), st.data())
+def test_pack_then_unpack_is_the_identity(batch, heads, width, num_blocks, block_size, data):
+    length = num_blocks * block_size
+    states = torch.randn(batch, length, heads, width).transpose(1, 2)  # strided, as models give them
+    blocks = torch.full((num_blocks, batch, heads, block_size, width), torch.nan)
+    split = data.draw(st.integers(0, length))
+    for part, start in ((states[:, :, :split], 0), (states[:, :, split:], split)):
+        for target, source in pack(blocks, start, part):
+            target.copy_(source)
+    for token in range(length):
+        assert torch.equal(blocks[token // block_size, :, :, token % block_size], states[:, :, token])
+
+    kept = data.draw(st.integers(0, length))
+    rows = data.draw(st.none() | st.lists(st.integers(0, batch - 1), min_size=1, max_size=5).map(torch.tensor))
+    expected = states[:, :, :kept] if rows is None else states[rows, :, :kept]
+    unpacked = torch.full(expected.shape, torch.nan)
+    for target, source in unpack(unpacked, blocks, rows):
+        target.copy_(source)
+    assert torch.equal(unpacked, expected)
+
+
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=4), st.data())
+def test_cut_takes_the_tokens_named(lengths, data):
+    states = torch.arange(sum(lengths)).view(1, 1, -1, 1)
+    parts = [(part, -part) for part in states.split(lengths, dim=2)]
+    start = data.draw(st.integers(0, sum(lengths)))
+    length = data.draw(st.integers(0, sum(lengths) - start))
+    keys = torch.cat([states[:, :, :0]] + [part[0] for part in cut(parts, start, length)], dim=2)
+    values = torch.cat([states[:, :, :0]] + [part[1] for part in cut(parts, start, length)], dim=2)
+    assert torch.equal(keys, states[:, :, start : start + length])
+    assert torch.equal(values, -keys)

@@ -1,0 +1,50 @@
+"""Inference mode, no_grad and gradients may follow each other on one cache, in any order."""
+
+import contextlib
+import itertools
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+MODES = {"inference": torch.inference_mode, "no_grad": torch.no_grad, "grad": contextlib.nullcontext}
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(MODES)), ids="-".join)
+@pytest.mark.parametrize("tier", ["device_budget", "host_budget", "nvme"])
+def test_modes_mix(order, tier, make_cache):
+    cache = make_cache(block_size=16, **({} if tier == "nvme" else {tier: 1 << 30}))
+    stock = DynamicCache()
+    for mode, length in itertools.product(order, (40, 1, 3)):
+        states = [torch.randn(2, 1, 2, length, 16) for _ in range(4)]
+        with MODES[mode]():
+            for layer_idx, layer_states in enumerate(states):
+                ours = cache.update(*layer_states, layer_idx)
+                # Cloned: upstream's own cache cannot grow an inference tensor outside inference mode.
+                expected = stock.update(*(part.clone() for part in layer_states), layer_idx)
+                assert all(map(torch.equal, ours, expected))
+
+
+def test_gradients_reach_the_new_tokens_and_never_the_old(make_cache):
+    cache = make_cache(block_size=16)
+    old = torch.randn(2, 1, 2, 40, 16, requires_grad=True)
+    cache.update(*old, 0)
+    new = torch.randn(2, 1, 2, 3, 16, requires_grad=True)
+    keys, values = cache.update(*new, 0)
+    (keys.sum() + 2 * values.sum()).backward()
+    assert old.grad is None
+    assert torch.equal(new.grad, torch.stack([torch.ones(1, 2, 3, 16), torch.full((1, 2, 3, 16), 2.0)]))
+
+
+def test_what_autograd_saved_survives_later_updates(make_cache):
+    """Decoding on in the same slot must not touch tensors that a backward pass still needs."""
+    cache = make_cache(block_size=16)
+    cache.update(*torch.randn(2, 1, 2, 40, 16), 0)
+    query = torch.randn(1, 2, 1, 16, requires_grad=True)
+    keys, values = cache.update(*torch.randn(2, 1, 2, 1, 16), 0)
+    expected = keys.clone()
+    attention = torch.nn.functional.scaled_dot_product_attention(query, keys, values)
+    for _ in range(3):
+        cache.update(*torch.randn(2, 1, 2, 1, 16), 0)
+    attention.sum().backward()
+    assert torch.equal(keys, expected)

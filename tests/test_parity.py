@@ -1,0 +1,91 @@
+"""Generation through the paged cache equals generation through `DynamicCache`, bit for bit."""
+
+import pytest
+import torch
+
+from .conftest import FAMILIES, assert_parity, cache_argument, tiny_model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("prompt_length", [5, 16, 100])
+def test_families(family, batch_size, prompt_length, make_cache):
+    model = tiny_model(family)
+    cache = make_cache(config=model.config, block_size=16)
+    assert_parity(model, cache, prompt_length, batch_size)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("block_size", [16, 256])
+@pytest.mark.parametrize("prompt_length", [9, 256, 700])
+def test_dtypes_and_block_sizes(dtype, block_size, prompt_length, make_cache):
+    model = tiny_model(dtype=dtype)
+    cache = make_cache(config=model.config, block_size=block_size)
+    assert_parity(model, cache, prompt_length, batch_size=3)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_attention_kernels_see_strided_views(attention, kv_heads, make_cache):
+    model = tiny_model(num_key_value_heads=kv_heads)
+    model.set_attn_implementation(attention)
+    assert_parity(model, make_cache(config=model.config, block_size=16), 70, batch_size=2)
+
+
+@pytest.mark.parametrize("num_layers", range(1, 10))
+@pytest.mark.parametrize("prefetch_depth", range(5))
+def test_layers_and_prefetch_depths(num_layers, prefetch_depth, make_cache):
+    model = tiny_model(num_hidden_layers=num_layers)
+    cache = make_cache(config=model.config, block_size=16, prefetch_depth=prefetch_depth)
+    assert_parity(model, cache, 50, new_tokens=10)
+
+
+BUDGETS = {
+    "all on nvme": (0, 0),
+    "all on host": (0, 1 << 30),
+    "all on device": (1 << 30, 0),
+    "all three": (4 * 3 * 4096, 4 * 2 * 4096),  # 4 layers, three blocks on the device, two on the host each
+}
+
+
+@pytest.mark.parametrize("budgets", BUDGETS)
+@pytest.mark.parametrize("chunk", [None, 33])
+def test_tiers(budgets, chunk, make_cache):
+    model = tiny_model()
+    device_budget, host_budget = BUDGETS[budgets]
+    cache = make_cache(config=model.config, block_size=16, device_budget=device_budget, host_budget=host_budget)
+    assert_parity(model, cache, 200, prefill_chunk_size=chunk)
+    usage = cache.memory_usage()
+    tail = 4 * 256 * (cache.get_seq_length() % 16)  # layers x bytes a token and layer x tokens short of a block
+    block = 4 * 4096  # all layers
+    blocks = cache.get_seq_length() // 16
+    expected = {
+        "all on nvme": (tail, 0, blocks * block),
+        "all on host": (tail, blocks * block, 0),
+        "all on device": (tail + blocks * block, 0, 0),
+        "all three": (tail + 3 * block, 2 * block, (blocks - 5) * block),
+    }[budgets]
+    assert (usage["device"], usage["host"], usage["nvme"]) == expected
+
+
+def test_both_argument_names_with_and_without_config(make_cache):
+    model = tiny_model()
+    ids = torch.arange(3, 103)[None]
+    expected = model.generate(ids, max_new_tokens=8, do_sample=False)
+    assert torch.equal(model.generate(ids, past_key_values=make_cache(), max_new_tokens=8, do_sample=False), expected)
+    named = cache_argument(model, make_cache(config=model.config))
+    assert torch.equal(model.generate(ids, **named, max_new_tokens=8, do_sample=False), expected)
+
+
+def test_the_returned_cache_is_the_one_passed(make_cache):
+    model = tiny_model()
+    cache = make_cache()
+    output = model.generate(
+        torch.arange(3, 40)[None],
+        past_key_values=cache,
+        max_new_tokens=3,
+        do_sample=False,
+        return_dict_in_generate=True,
+    )
+    assert output.past_key_values is cache
+    assert cache.get_seq_length() == 39
