@@ -33,7 +33,7 @@ def main(model_name: str, document: str, questions: list[str]) -> None:
             output = model.generate(
                 prompt,
                 attention_mask=torch.ones_like(prompt),
-                cache=cache,  # past_key_values=cache before transformers 5.24
+                past_key_values=cache,  # or cache=cache, as transformers 5.24 and later prefer
                 max_new_tokens=100,
                 do_sample=False,
             )

@@ -4,6 +4,7 @@ Each run has a process of its own, so that its peak memory is its own: `python -
 the request and leaves its results beside it.
 """
 
+import inspect
 import json
 import subprocess
 import sys
@@ -93,12 +94,11 @@ def ask(request: Request, folder: Path) -> Answers:
 
 def _answer(request: Request) -> Answers:
     tokenizer = AutoTokenizer.from_pretrained(request.model)
-    model = AutoModelForCausalLM.from_pretrained(request.model, dtype="auto")
-    if (accelerator := torch.accelerator.current_accelerator(check_available=True)) is not None:
-        model = model.to(accelerator)
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    model = AutoModelForCausalLM.from_pretrained(request.model, dtype="auto", device_map={"": device})
     message = {"role": "user", "content": f"{request.document}\n\nAnswer from the document above. {_SPLIT}"}
     text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
-    before, after = text.split(_SPLIT)
+    before, after = str(text).split(_SPLIT)
 
     def encode(part: str) -> torch.Tensor:
         ids: torch.Tensor = tokenizer(part, add_special_tokens=False, return_tensors="pt").input_ids
@@ -122,14 +122,14 @@ def _answer(request: Request) -> Answers:
             output = model.generate(
                 prompt,
                 attention_mask=torch.ones_like(prompt),
-                cache=cache,
+                **cache_argument(model, cache),
                 max_new_tokens=request.max_new_tokens,
                 do_sample=False,
                 return_dict_in_generate=True,
                 output_logits=True,
             )
             answer = output.sequences[0, prompt.shape[1] :]
-            texts.append(tokenizer.decode(answer, skip_special_tokens=True).strip())
+            texts.append(str(tokenizer.decode(answer, skip_special_tokens=True)).strip())
             tokens += answer.tolist()
             logits += [step[0].cpu() for step in output.logits]
             # Back to the document alone: the next question is about it, not about the last answer.
@@ -153,11 +153,17 @@ def _answer(request: Request) -> Answers:
     )
 
 
+def cache_argument(model: PreTrainedModel, cache: DynamicCache) -> dict[str, DynamicCache]:
+    """The cache under the name this transformers gives it: `cache` since 5.24, `past_key_values` before."""
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    return {name: cache}
+
+
 @torch.no_grad()
 def _prefill(model: PreTrainedModel, cache: DynamicCache, ids: torch.Tensor, title: str) -> None:
     with tqdm(total=ids.shape[1], desc=f"{title}: reading", unit="token") as progress:
         for chunk in ids.split(_CHUNK, dim=1):
-            model(input_ids=chunk, cache=cache, use_cache=True, logits_to_keep=1)
+            model(input_ids=chunk, **cache_argument(model, cache), use_cache=True, logits_to_keep=1)
             progress.update(chunk.shape[1])
 
 

@@ -347,9 +347,10 @@ class NVMeLayer(CacheLayerMixin):
         held = (self.batch_size, *_extents(self._spec))
         if shape != held:
             raise CacheMisuseError(
-                f"layer {self._layer_idx} holds keys and values of (batch, heads, widths) {held} but was given {shape}. "
-                "Use a new cache for another batch or another model; before beams or several return sequences on a filled "
-                "cache call batch_repeat_interleave; give encoder-decoder models an EncoderDecoderCache."
+                f"layer {self._layer_idx} holds keys and values of (batch, heads, widths) {held} but was given "
+                f"{shape}. Use a new cache for another batch or another model; before beams or several return "
+                "sequences on a filled cache call batch_repeat_interleave; give encoder-decoder models an "
+                "EncoderDecoderCache."
             )
         if key_states.device != self.device:
             raise CacheMisuseError(

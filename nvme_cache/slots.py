@@ -1,7 +1,7 @@
 """Slots: the device buffers in which layers are laid out for attention.
 
-A slot holds one layer at a time as `[keys|values][batch, heads, capacity, head_dim]`; what `update` returns are
-views of exactly the tokens there are. `prefetch_depth + 1` slots serve all layers: one under the attention of now, the others
+A slot holds one layer at a time as `[keys|values][batch, heads, capacity, head_dim]`; what `update` returns are views
+of exactly the tokens there are. `prefetch_depth + 1` slots serve all layers: one under the attention of now, the others
 being filled for the layers ahead.
 """
 

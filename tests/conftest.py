@@ -5,7 +5,6 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-import inspect
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,12 +18,12 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
-    PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
 
 from nvme_cache import OffloadedNVMeCache
+from nvme_cache.demo import cache_argument
 
 SIZES = {
     "hidden_size": 64,
@@ -61,12 +60,6 @@ def tiny_model(family="llama", dtype=torch.float32, **overrides):
 class Generated:
     tokens: torch.Tensor
     logits: torch.Tensor
-
-
-def cache_argument(model: PreTrainedModel, cache) -> dict:
-    """The cache under the name this transformers gives it: `cache` since 5.24, `past_key_values` before."""
-    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-    return {name: cache}
 
 
 def generate(model, cache, prompt_length, batch_size=1, new_tokens=24, **options):

@@ -18,7 +18,7 @@ LAYERS, HEADS, WIDTH = 4, 2, 16
 def filled_cache(make_cache, tokens=100, block_size=16, **options):
     """A cache whose layers hold known tokens, all blocks on the drive, and those tokens."""
     cache = make_cache(block_size=block_size, **options)
-    states = [torch.randn(2, LAYERS, 1, HEADS, tokens, WIDTH).unbind() for _ in range(1)][0]
+    states = torch.randn(2, LAYERS, 1, HEADS, tokens, WIDTH)
     for layer_idx in range(LAYERS):
         cache.update(states[0][layer_idx], states[1][layer_idx], layer_idx)
     return cache, states

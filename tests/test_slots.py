@@ -1,4 +1,4 @@
-"""What `update` returns stays as it is until that layer's next update, whoever holds it, whatever is fetched meanwhile."""
+"""What `update` returns stays as it is until that layer's next update, whoever holds it, whatever is fetched."""
 
 import pytest
 import torch

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -315,7 +316,7 @@ def test_file_systems_without_direct_io_work_and_are_named(make_cache, monkeypat
 def test_threads_and_descriptors_are_given_back(offload_dir):
     def count():
         gc.collect()
-        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+        return [len(list(Path("/proc/self", kind).iterdir())) for kind in ("fd", "task")]
 
     def once():
         with OffloadedNVMeCache(offload_dir=offload_dir, block_size=16, host_budget=0) as cache:
