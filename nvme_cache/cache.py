@@ -1,18 +1,22 @@
 """OffloadedNVMeCache: a transformers cache whose full-attention layers are paged."""
 
+import copy
 import os
-from collections.abc import Iterable, Iterator
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self, cast
 
 import psutil
 import torch
 from accelerate.utils import convert_file_size_to_int
 from transformers import DynamicCache, PreTrainedConfig
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionCacheLayerMixin
 
-from .errors import ConfigurationError
+from .errors import CacheMisuseError, ConfigurationError, NVMeCacheError
+from .guards import Forward, GenerateCall, Prompt
 from .layers import NVMeLayer
 from .pager import Pager
 from .placement import ASSUMED_LAYERS, Budgets, Tier
@@ -96,6 +100,10 @@ class OffloadedNVMeCache(DynamicCache):
         self._grows = config is None
         self._successors: dict[int, int] = {}
         self._last_updated: int | None = None
+        self._busy = threading.Lock()
+        self._forward = Forward()
+        self._prompt = Prompt()
+        self._was_passed = False
         layers = [NVMeLayer(self._pager, i) if type(layer) is DynamicLayer else layer for i, layer in enumerate(stock)]
         Cache.__init__(self, layers=layers)
         for layer_idx, (key_states, value_states, *_) in enumerate(ddp_cache_data or ()):
@@ -113,14 +121,54 @@ class OffloadedNVMeCache(DynamicCache):
         Raises:
             NVMeCacheError: what went wrong in the background since the last call, or misuse.
         """
-        while self._grows and len(self.layers) <= layer_idx:
-            self.layers.append(NVMeLayer(self._pager, len(self.layers)))
-        layer = self.layers[layer_idx]
-        if not isinstance(layer, NVMeLayer):
-            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        layer.prepare(key_states, value_states)
-        self._prefetch_behind(layer_idx, layer)
-        return layer.update(key_states, value_states)
+        if not self._busy.acquire(blocking=False):
+            raise CacheMisuseError("this cache is in use by another thread; give each thread a cache of its own")
+        try:
+            while self._grows and len(self.layers) <= layer_idx:
+                self.layers.append(NVMeLayer(self._pager, len(self.layers)))
+            layer = self.layers[layer_idx]
+            self._forward.enter(layer_idx, _undo(layer), self)
+            if not isinstance(layer, NVMeLayer):
+                return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+            layer.prepare(key_states, value_states)
+            self._prefetch_behind(layer_idx, layer)
+            return layer.update(key_states, value_states)
+        except NVMeCacheError:
+            self._forward.roll_back()  # so that the same call may be made again
+            self._pager.flush()  # what was taken back leaves the drive once its write is done
+            raise
+        finally:
+            self._busy.release()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removes the newest `-tokens_to_remove` tokens of every layer, all if there are fewer.
+
+        Raises:
+            ValueError: `tokens_to_remove` is positive, as upstream.
+        """
+        self._mend()
+        super().crop(tokens_to_remove)
+        self._prompt.crop(self._length())
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Makes row `i` of every layer what row `beam_idx[i]` was."""
+        self._select_rows(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats each batch row `repeats` times, copies side by side."""
+        if (batch_size := self._known_batch_size()) is not None:
+            self._select_rows(torch.arange(batch_size).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keeps the batch rows at `indices`, in that order; a mask works too."""
+        if (batch_size := self._known_batch_size()) is not None:
+            self._select_rows(torch.arange(batch_size)[indices.cpu()])
+
+    def reset(self) -> None:
+        """Forgets every token; the cache may then be used for another prompt."""
+        self._forward.reset()
+        self._prompt.forget()
+        super().reset()
 
     def close(self) -> None:
         """Waits for work in flight and deletes every shard. Safe to call again.
@@ -152,18 +200,55 @@ class OffloadedNVMeCache(DynamicCache):
         """The longest a layer can get, -1 for no limit; over all layers if `layer_idx` is None."""
         return super().get_max_length(layer_idx) if self.layers else -1
 
+    @property
+    def is_croppable(self) -> bool:
+        """Whether `crop` can put every layer back as it was; False while there are no layers to ask."""
+        return bool(self.layers) and super().is_croppable
+
+    @property
+    def _is_user_defined(self) -> bool:
+        return self._was_passed
+
+    @_is_user_defined.setter
+    def _is_user_defined(self, value: bool) -> None:
+        # `generate` sets this on every cache it is given, before anything else: the one sign that a new call begins.
+        self._was_passed = value
+        self._mend()
+        if (call := GenerateCall.above(sys._getframe(1))) is not None:
+            length = self._length()
+            kept = self._prompt.check(call, length)
+            if kept < length:
+                self._take_back(length - kept)
+
     def __bool__(self) -> bool:
         return True
 
     def __repr__(self) -> str:
-        length = max((layer.get_seq_length() for layer in self._paged_layers().values()), default=0)
-        return (
-            f"{type(self).__name__}({len(self.layers)} layers, {length} tokens, bytes by tier: {self.memory_usage()})"
-        )
+        held = f"{len(self.layers)} layers, {self._length()} tokens, bytes by tier: {self.memory_usage()}"
+        return f"{type(self).__name__}({held})"
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]]:
         """Yields each layer's keys, values and sliding window; reads every block."""
         yield from super().__iter__()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A cache of its own that shares the sealed blocks, which never change.
+
+        Closing either leaves the other whole.
+        """
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        memo[id(self._pager)] = self._pager.fork()
+        fresh = {"_busy": threading.Lock(), "_forward": Forward()}
+        for name, value in vars(self).items():
+            setattr(copied, name, fresh[name] if name in fresh else copy.deepcopy(value, memo))
+        return copied
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "an OffloadedNVMeCache cannot be pickled or sent to another process: its blocks live in files and threads "
+            "of this one. Use copy.deepcopy for a copy, and make a new cache in the other process."
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -172,6 +257,43 @@ class OffloadedNVMeCache(DynamicCache):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+    def _length(self) -> int:
+        return max((layer.get_seq_length() for layer in self._paged_layers().values()), default=0)
+
+    def _mend(self) -> None:
+        """Takes back the tokens of a forward that was interrupted; nothing to do in the middle of a whole one."""
+        if self._forward.is_broken:
+            self._forward.roll_back()
+
+    def _take_back(self, count: int) -> None:
+        try:
+            self.crop(-count)
+        except RuntimeError as error:
+            raise CacheMisuseError(
+                "every token of this prompt is cached already, and a sliding-window or linear layer cannot step back "
+                "to compute the last one again; call reset() or pass a longer prompt"
+            ) from error
+
+    def _known_batch_size(self) -> int | None:
+        held: list[torch.Tensor | None] = []
+        for layer in self.layers:
+            if isinstance(layer, NVMeLayer):
+                if layer.get_seq_length():
+                    return layer.batch_size
+            elif isinstance(layer, LinearAttentionCacheLayerMixin):
+                held += [*layer.conv_states.values(), *layer.recurrent_states.values()]
+            else:
+                held.append(layer.keys)
+        return next((states.shape[0] for states in held if states is not None and states.numel()), None)
+
+    def _select_rows(self, rows: torch.Tensor) -> None:
+        self._mend()
+        self._prompt.forget()
+        on_host = rows.cpu()  # once, not once a layer
+        for layer in self.layers:
+            # Upstream's own layers select any rows this way, and the linear ones have no other.
+            layer.reorder_cache(cast(torch.LongTensor, on_host if isinstance(layer, NVMeLayer) else rows))
 
     def _paged_layers(self) -> dict[int, NVMeLayer]:
         return {layer_idx: layer for layer_idx, layer in enumerate(self.layers) if isinstance(layer, NVMeLayer)}
@@ -189,6 +311,16 @@ class OffloadedNVMeCache(DynamicCache):
             ahead = self._successors.get(ahead, following)
             if ahead == layer_idx or not paged[ahead].prefetch_beside(current):
                 return
+
+
+def _undo(layer: Any) -> Callable[[], None]:
+    """What takes the next update of `layer` back."""
+    if isinstance(layer, NVMeLayer):
+        before = layer.get_seq_length()
+        return lambda: layer.crop(before - layer.get_seq_length())
+    # Upstream's attention layers replace their tensors and never write into them.
+    state = dict(vars(layer))
+    return lambda: vars(layer).update(state)
 
 
 def _check_at_least(name: str, value: object, least: int) -> None:

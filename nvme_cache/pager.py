@@ -93,10 +93,33 @@ class Pager:
             )
         self._writer.check()
 
+    def flush(self) -> None:
+        """Waits until every write so far is done, well or not."""
+        if self._finalizer.alive and os.getpid() == self._pid:
+            self._writer.flush()
+
     def close(self) -> None:
         """Waits for work in flight, then deletes the shards. Safe to call again."""
         self._finalizer()
         self._lanes.clear()
+
+    def fork(self) -> "Pager":
+        """A pager with the same settings and the same store, for a cache that shares this one's runs.
+
+        Raises:
+            NVMeCacheError: as `check`; every write under way is finished first.
+        """
+        self.flush()
+        self.check()
+        return Pager(
+            self._store.share(),
+            budgets=self._budgets,
+            num_layers=self.num_layers,
+            block_size=self.block_size,
+            num_slots=self._num_slots,
+            io_threads=self._io_threads,
+            verify=self._verify,
+        )
 
     def seal(
         self,

@@ -54,6 +54,10 @@ class Writer:
         """Keeps objects alive until `event`: their memory must not be reused while the side stream works on it."""
         self._executor.submit(_hold, event, *held)
 
+    def flush(self) -> None:
+        """Waits until everything given so far is done, well or not."""
+        self._executor.submit(int).result()
+
     def check(self) -> None:
         """Raises the first failure since the last call, and tries all failed writes again.
 

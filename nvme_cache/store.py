@@ -76,6 +76,7 @@ class Store:
         self.used_bytes = 0
         self._disk_budget = disk_budget
         self._count = 0
+        self._users = 1
         self._mutex = RLock()  # a shard's finalizer may run inside any of the methods that hold it
         self._open: weakref.WeakSet[Shard] = weakref.WeakSet()
         _warn_once(root, direct=self._direct)
@@ -103,8 +104,18 @@ class Store:
         forget.atexit = False  # closing the store removes the folder whole
         return shard
 
+    def share(self) -> "Store":
+        """This store, to be closed once more before it is gone."""
+        with self._mutex:
+            self._users += 1
+        return self
+
     def close(self) -> None:
-        """Deletes the folder and everything in it. Safe to call again."""
+        """Deletes the folder and everything in it, once all who share the store have closed it."""
+        with self._mutex:
+            self._users -= 1
+            if self._users:
+                return
         self._finalizer()
 
     def _check_room(self, nbytes: int) -> None:

@@ -1,0 +1,189 @@
+"""Guard rails: uses that transformers lets pass and that would end in wrong text.
+
+A cache sees keys and values, never tokens. Two things tell it more: `generate` marks every cache a caller passes, which
+is the one sign that a new call begins, and the order in which layers are updated tells whole forwards from broken ones.
+"""
+
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+
+from .errors import CacheMisuseError
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateCall:
+    """A call of `generate` that has just been given the cache.
+
+    Attributes:
+        is_encoder_decoder: Whether the model is one.
+        use_cache: Whether the call lets the model use a cache.
+        input_ids: `[batch, length]`, the tokens passed: the whole sequence, or what is new.
+        total_length: Tokens the attention mask covers; equal to `length` if the whole sequence was passed.
+    """
+
+    is_encoder_decoder: bool
+    use_cache: bool
+    input_ids: torch.Tensor
+    total_length: int
+
+    @classmethod
+    def above(cls, frame: FrameType | None) -> "GenerateCall | None":
+        """The call whose preparation reached `frame`; None if the frames do not look as expected."""
+        generate = frame.f_back if frame is not None else None
+        if frame is None or generate is None:
+            return None
+        prepared, called = frame.f_locals, generate.f_locals
+        model, config, kwargs = (prepared.get(name) for name in ("self", "generation_config", "model_kwargs"))
+        input_ids = called.get("input_ids")
+        if not isinstance(input_ids, torch.Tensor) or input_ids.ndim != 2 or not isinstance(kwargs, dict):
+            return None
+        mask = kwargs.get("attention_mask")
+        total = getattr(config, "_mask_length", input_ids.shape[1]) if mask is None else mask.shape[1]
+        return cls(
+            is_encoder_decoder=bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False)),
+            use_cache=getattr(config, "use_cache", True) is not False and kwargs.get("use_cache") is not False,
+            input_ids=input_ids,
+            total_length=total if kwargs.get("inputs_embeds") is None else -1,
+        )
+
+
+class Prompt:
+    """The tokens the cache is known to hold, from the first on: those of the last prompt."""
+
+    def __init__(self) -> None:
+        self._ids: torch.Tensor | None = None
+
+    def check(self, call: GenerateCall, cached_length: int) -> int:
+        """Compares a new call with what the cache holds.
+
+        Args:
+            call: The new call.
+            cached_length: Tokens in the cache.
+
+        Returns:
+            How many cached tokens may be kept: all, or one less than the prompt, whose last token must be computed.
+
+        Raises:
+            CacheMisuseError: the call would continue from tokens that are not its own.
+        """
+        if call.is_encoder_decoder:
+            raise CacheMisuseError(
+                "an encoder-decoder model needs separate caches for its two kinds of attention: pass "
+                "EncoderDecoderCache(OffloadedNVMeCache(...), DynamicCache())"
+            )
+        if not call.use_cache:
+            raise CacheMisuseError("use_cache=False together with a cache would process every token again and again")
+        length = call.input_ids.shape[1]
+        if call.total_length < 0:  # embeddings: no tokens to compare
+            return cached_length
+        if call.total_length != length:
+            if cached_length + length != call.total_length:
+                raise CacheMisuseError(
+                    f"the attention mask covers {call.total_length} tokens, but {cached_length} are cached and "
+                    f"{length} new ones were passed; pass a mask over all of them"
+                )
+            return cached_length
+        if cached_length and self._ids is not None:
+            known = min(self._ids.shape[1], cached_length, length)
+            same = call.input_ids.shape[0] == self._ids.shape[0] and torch.equal(
+                call.input_ids[:, :known].cpu(), self._ids[:, :known]
+            )
+            if not same:
+                raise CacheMisuseError(
+                    f"this cache holds {cached_length} tokens of another prompt. Make a new cache for each prompt, or "
+                    "call reset() first, or let nvme_cache.enable(model) give every call its own; to continue a "
+                    "conversation pass the whole sequence, starting with the tokens already cached."
+                )
+        elif cached_length > length:
+            raise CacheMisuseError(
+                f"this cache holds {cached_length} tokens, more than the {length} passed; pass the whole sequence, or "
+                "the new tokens with an attention mask over all"
+            )
+        self._ids = call.input_ids.cpu().clone()
+        return min(cached_length, length - 1)
+
+    def crop(self, length: int) -> None:
+        """Forgets tokens from `length` on."""
+        if self._ids is not None:
+            self._ids = self._ids[:, :length]
+
+    def forget(self) -> None:
+        """Forgets all: the rows or tokens the cache holds were changed from outside."""
+        self._ids = None
+
+
+class Forward:
+    """The forward pass under way: which layers it has updated, how to take that back, and in which thread it runs."""
+
+    def __init__(self) -> None:
+        self._undo: dict[int, Callable[[], None]] = {}
+        self._last_layer: int | None = None  # where complete forwards end
+        self._latest: int | None = None
+        self._thread = threading.get_ident()
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the forward ended before the layer that forwards end with. True also while one is under way."""
+        return bool(self._undo) and self._last_layer is not None and self._latest != self._last_layer
+
+    def enter(self, layer_idx: int, undo: Callable[[], None], owner: object) -> None:
+        """Notes that a layer is about to be updated.
+
+        Args:
+            layer_idx: The layer.
+            undo: Takes the update back.
+            owner: The cache, to see whether another thread is generating with it.
+
+        Raises:
+            CacheMisuseError: the previous forward was interrupted and has now been taken back, or another thread is
+                using the cache.
+        """
+        thread = threading.get_ident()
+        if thread != self._thread and self._undo and (self.is_broken or _is_generating(self._thread, owner)):
+            raise CacheMisuseError("this cache is in use by another thread; give each thread a cache of its own")
+        if layer_idx in self._undo:  # a new forward begins
+            if self.is_broken:
+                self.roll_back()
+                raise CacheMisuseError(
+                    "the last forward was interrupted before it reached every layer. Its tokens have been taken back: "
+                    "the cache is as it was before it; call the model again."
+                )
+            self._last_layer = self._latest
+            self._undo.clear()
+        elif self._last_layer is not None and layer_idx > self._last_layer:
+            raise CacheMisuseError(
+                f"layer {layer_idx} was never reached before: the first forward was interrupted. Call reset() and "
+                "start again."
+            )
+        self._thread, self._latest = thread, layer_idx
+        self._undo[layer_idx] = undo
+
+    def roll_back(self) -> None:
+        """Takes back what the forward under way has done."""
+        while self._undo:
+            _, undo = self._undo.popitem()
+            undo()
+        self._latest = self._last_layer
+
+    def reset(self) -> None:
+        """Forgets all forwards."""
+        self._undo.clear()
+        self._last_layer = self._latest = None
+
+
+def _is_generating(thread: int, cache: object) -> bool:
+    """Whether `thread` is inside a `generate` that was given `cache`."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        if frame.f_code.co_name == "generate":
+            kwargs: Any = frame.f_locals.get("model_kwargs")
+            if isinstance(kwargs, dict) and any(value is cache for value in kwargs.values()):
+                return True
+        frame = frame.f_back
+    return False
