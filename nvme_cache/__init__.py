@@ -11,6 +11,7 @@ from .errors import (
     ShardIOError,
     StorageFullError,
 )
+from .integration import Switch, enable
 
 __all__ = [
     "CacheClosedError",
@@ -22,4 +23,6 @@ __all__ = [
     "ShardCorruptedError",
     "ShardIOError",
     "StorageFullError",
+    "Switch",
+    "enable",
 ]

@@ -33,7 +33,7 @@ class HostBuffer:
         else:
             mapping = _map_private(nbytes)
             self.bytes = torch.frombuffer(mapping, dtype=torch.uint8, count=nbytes)
-            self.view = memoryview(mapping)[:nbytes]
+            self.view = memoryview(mapping)
 
     @property
     def nbytes(self) -> int:
@@ -50,9 +50,8 @@ class HostBuffer:
 
 
 def _map_private(nbytes: int) -> mmap.mmap:
-    size = round_up(nbytes, _HUGE_PAGE) if nbytes >= _HUGE_PAGE else nbytes
-    mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if size >= _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+    mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if nbytes >= _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return mapping
 
@@ -90,10 +89,14 @@ class StagingPool:
             else:
                 self._unmade -= 1
                 buffer, event = None, None
-        if event is not None:
-            event.synchronize()  # the device may still be copying from or to these bytes
-        if buffer is None or buffer.nbytes < nbytes:
-            buffer = HostBuffer(max(nbytes, self._nbytes), pin=self._pin)
+        try:
+            if event is not None:
+                event.synchronize()  # the device may still be copying from or to these bytes
+            if buffer is None or buffer.nbytes < nbytes:
+                return HostBuffer(max(nbytes, self._nbytes), pin=self._pin)
+        except BaseException:
+            self._put_back(buffer, event)
+            raise
         return buffer
 
     def acquire_all(self, sizes: Sequence[int]) -> list[HostBuffer]:
@@ -114,8 +117,14 @@ class StagingPool:
 
     def release(self, buffer: HostBuffer, event: torch.Event | None = None) -> None:
         """Takes `buffer` back; it is handed out again once `event` has passed."""
+        self._put_back(buffer, event)
+
+    def _put_back(self, buffer: HostBuffer | None, event: torch.Event | None) -> None:
         with self._changed:
-            self._free.append((buffer, event))
+            if buffer is None:
+                self._unmade += 1
+            else:
+                self._free.append((buffer, event))
             self._changed.notify()
 
     def fail(self, failure: Exception | None) -> None:

@@ -85,11 +85,12 @@ class OffloadedNVMeCache(DynamicCache):
         budgets = Budgets(_parse_size("device_budget", device_budget), _parse_host_budget(host_budget))
         disk_bytes = None if disk_budget is None else _parse_size("disk_budget", disk_budget)
         # Upstream's own dispatch names the layers, in every version and for every model it knows.
-        stock = [] if config is None else DynamicCache(config=config).layers
+        given = config is not None or ddp_cache_data is not None
+        stock = DynamicCache(ddp_cache_data, config=config).layers if given else []
         paged = sum(type(layer) is DynamicLayer for layer in stock)
         self._prefetch_depth = prefetch_depth
         self._pager = Pager(
-            Store(None if offload_dir is None else Path(offload_dir), disk_bytes),
+            Store(_parse_folder(offload_dir), disk_bytes),
             budgets=budgets,
             num_layers=max(1, paged) if config is not None else ASSUMED_LAYERS,
             block_size=block_size,
@@ -97,7 +98,7 @@ class OffloadedNVMeCache(DynamicCache):
             io_threads=io_threads,
             verify=verify,
         )
-        self._grows = config is None
+        self._grows = not stock
         self._successors: dict[int, int] = {}
         self._last_updated: int | None = None
         self._busy = threading.Lock()
@@ -105,10 +106,10 @@ class OffloadedNVMeCache(DynamicCache):
         self._prompt = Prompt()
         self._was_passed = False
         layers = [NVMeLayer(self._pager, i) if type(layer) is DynamicLayer else layer for i, layer in enumerate(stock)]
-        Cache.__init__(self, layers=layers)
-        for layer_idx, (key_states, value_states, *_) in enumerate(ddp_cache_data or ()):
-            if key_states is not None and value_states is not None:
-                self.update(key_states, value_states, layer_idx)
+        Cache.__init__(self, layers=layers if stock else _GrowingLayers())
+        for layer_idx, layer in enumerate(stock):
+            if type(layer) is DynamicLayer and layer.keys is not None:
+                self.update(layer.keys, cast(torch.Tensor, layer.values), layer_idx)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -130,15 +131,21 @@ class OffloadedNVMeCache(DynamicCache):
             self._forward.enter(layer_idx, _undo(layer), self)
             if not isinstance(layer, NVMeLayer):
                 return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+            return self._update_paged(layer, key_states, value_states)
+        finally:
+            self._busy.release()
+
+    def _update_paged(
+        self, layer: NVMeLayer, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        try:
             layer.prepare(key_states, value_states)
-            self._prefetch_behind(layer_idx, layer)
+            self._prefetch_behind(layer)
             return layer.update(key_states, value_states)
         except NVMeCacheError:
             self._forward.roll_back()  # so that the same call may be made again
-            self._pager.flush()  # what was taken back leaves the drive once its write is done
+            self._pager.flush()  # what was taken back leaves the drive once nothing writes or reads it
             raise
-        finally:
-            self._busy.release()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the newest `-tokens_to_remove` tokens of every layer, all if there are fewer.
@@ -176,6 +183,8 @@ class OffloadedNVMeCache(DynamicCache):
         Also done when the cache is collected and when the process ends.
         """
         self._pager.close()
+        for layer in self._paged_layers().values():
+            layer.reset()
 
     def memory_usage(self) -> dict[str, int]:
         """Bytes of keys and values by tier: sealed blocks where they were placed, tails in `device`."""
@@ -213,6 +222,7 @@ class OffloadedNVMeCache(DynamicCache):
     def _is_user_defined(self, value: bool) -> None:
         # `generate` sets this on every cache it is given, before anything else: the one sign that a new call begins.
         self._was_passed = value
+        self._forward.check_thread(self)
         self._mend()
         if (call := GenerateCall.above(sys._getframe(1))) is not None:
             length = self._length()
@@ -298,19 +308,31 @@ class OffloadedNVMeCache(DynamicCache):
     def _paged_layers(self) -> dict[int, NVMeLayer]:
         return {layer_idx: layer for layer_idx, layer in enumerate(self.layers) if isinstance(layer, NVMeLayer)}
 
-    def _prefetch_behind(self, layer_idx: int, current: NVMeLayer) -> None:
+    def _prefetch_behind(self, current: NVMeLayer) -> None:
         """Learns the order in which layers are updated and fetches the next ones in it, wrapping to the next step."""
-        if self._last_updated is not None:
-            self._successors[self._last_updated] = layer_idx
-        self._last_updated = layer_idx
         paged = self._paged_layers()
         in_order = sorted(paged)
-        ahead = layer_idx
+        here = ahead = next(layer_idx for layer_idx, layer in paged.items() if layer is current)
+        if self._last_updated is not None:
+            self._successors[self._last_updated] = here
+        self._last_updated = here
         for _ in range(self._prefetch_depth):
             following = in_order[(in_order.index(ahead) + 1) % len(in_order)]
             ahead = self._successors.get(ahead, following)
-            if ahead == layer_idx or not paged[ahead].prefetch_beside(current):
+            if ahead == here or not paged[ahead].prefetch_beside(current):
                 return
+
+
+class _GrowingLayers(list[Any]):
+    """The layers of a cache made without a config: full attention, added as the model reaches them."""
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, int) and index >= len(self):
+            raise CacheMisuseError(
+                f"there is no layer {index} yet, and it is not one of full attention: for models with linear, hybrid "
+                "or indexed layers make the cache with config=model.config"
+            )
+        return super().__getitem__(index)
 
 
 def _undo(layer: Any) -> Callable[[], None]:
@@ -326,6 +348,12 @@ def _undo(layer: Any) -> Callable[[], None]:
 def _check_at_least(name: str, value: object, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ConfigurationError(f"{name}={value!r} must be a whole number of at least {least}")
+
+
+def _parse_folder(value: str | os.PathLike[str] | None) -> Path | None:
+    if value is not None and not os.fspath(value):
+        raise ConfigurationError(f"offload_dir={value!r} names no folder; pass one on a fast drive, or None")
+    return None if value is None else Path(value)
 
 
 def _parse_size(name: str, value: object) -> int:

@@ -4,7 +4,6 @@ Each run has a process of its own, so that its peak memory is its own: `python -
 the request and leaves its results beside it.
 """
 
-import inspect
 import json
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 
 from .cache import OffloadedNVMeCache
+from .integration import cache_argument
 
 _CHUNK = 1024
 _SPLIT = "\N{SYMBOL FOR RECORD SEPARATOR}"
@@ -122,7 +122,7 @@ def _answer(request: Request) -> Answers:
             output = model.generate(
                 prompt,
                 attention_mask=torch.ones_like(prompt),
-                **cache_argument(model, cache),
+                **{cache_argument(model): cache},
                 max_new_tokens=request.max_new_tokens,
                 do_sample=False,
                 return_dict_in_generate=True,
@@ -153,17 +153,11 @@ def _answer(request: Request) -> Answers:
     )
 
 
-def cache_argument(model: PreTrainedModel, cache: DynamicCache) -> dict[str, DynamicCache]:
-    """The cache under the name this transformers gives it: `cache` since 5.24, `past_key_values` before."""
-    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-    return {name: cache}
-
-
 @torch.no_grad()
 def _prefill(model: PreTrainedModel, cache: DynamicCache, ids: torch.Tensor, title: str) -> None:
     with tqdm(total=ids.shape[1], desc=f"{title}: reading", unit="token") as progress:
         for chunk in ids.split(_CHUNK, dim=1):
-            model(input_ids=chunk, **cache_argument(model, cache), use_cache=True, logits_to_keep=1)
+            model(input_ids=chunk, **{cache_argument(model): cache}, use_cache=True, logits_to_keep=1)
             progress.update(chunk.shape[1])
 
 

@@ -7,9 +7,39 @@ import torch
 
 from .blocks import BlockRun, ResidentBlocks, unpack
 from .buffers import StagingPool
+from .errors import NVMeCacheError
 from .shards import Section, Shard
 from .slots import Slot
 from .transfer import Transfer
+
+
+class NotWrittenError(Exception):
+    """A shard to be read has not reached the drive; the writer knows why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where blocks go in a slot. It holds no view: while one exists, the slot counts as held by someone outside.
+
+    Attributes:
+        slot: The slot.
+        index: 0 for keys, 1 for values.
+        start: First token.
+        length: Tokens.
+        batch_rows: For each of the slot's batch rows the row as sealed; None if they are the same.
+    """
+
+    slot: Slot
+    index: int
+    start: int
+    length: int
+    batch_rows: torch.Tensor | None
+
+    def copy(self, blocks: torch.Tensor, transfer: Transfer) -> None:
+        """Lays out `blocks`, `[num_blocks, batch, heads, block_size, head_dim]`, on the current stream."""
+        states = (self.slot.keys, self.slot.values)[self.index][:, :, self.start : self.start + self.length]
+        for target, source in unpack(states, blocks, self.batch_rows):
+            transfer.copy(target, source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,25 +49,22 @@ class Read:
     Attributes:
         shard: The file.
         section: Its keys or its values.
-        target: Where the tokens go, `[batch, heads, length, head_dim]`.
-        batch_rows: For each of the target's batch rows the row as sealed; None if they are the same.
+        target: Where the blocks go.
         rows: Where the drive can fill the slot directly, the places in file order; None to go through staging.
     """
 
     shard: Shard
     section: Section
-    target: torch.Tensor
-    batch_rows: torch.Tensor | None
+    target: Target
     rows: list[memoryview] | None
 
 
 @dataclass(frozen=True, slots=True)
 class Resident:
-    """Blocks in memory, `[num_blocks, batch, heads, block_size, head_dim]`, on their way to a slot, as in `Read`."""
+    """Blocks in memory, `[num_blocks, batch, heads, block_size, head_dim]`, on their way to a slot."""
 
     blocks: torch.Tensor
-    target: torch.Tensor
-    batch_rows: torch.Tensor | None
+    target: Target
 
 
 def plan(slot: Slot, runs: Sequence[BlockRun]) -> tuple[list[Read], list[Resident]]:
@@ -45,15 +72,15 @@ def plan(slot: Slot, runs: Sequence[BlockRun]) -> tuple[list[Read], list[Residen
     reads: list[Read] = []
     residents: list[Resident] = []
     for run in runs:
-        for index, states in enumerate((slot.keys, slot.values)):
-            target = states[:, :, slot.filled : slot.filled + run.length]
+        for index in range(2):
+            target = Target(slot, index, slot.filled, run.length, run.rows)
             if isinstance(run.blocks, ResidentBlocks):
-                residents.append(Resident((run.blocks.keys, run.blocks.values)[index], target, run.rows))
-            else:
-                section = run.blocks.sections[index]
-                as_sealed = run.rows is None and run.is_whole and section.dtype == states.dtype
-                rows = slot.rows(states, slot.filled, run.num_blocks, run.block_size) if as_sealed else None
-                reads.append(Read(run.blocks, section, target, run.rows, rows))
+                residents.append(Resident((run.blocks.keys, run.blocks.values)[index], target))
+                continue
+            section = run.blocks.sections[index]
+            as_sealed = run.rows is None and run.is_whole
+            rows = slot.rows(index, section.dtype, slot.filled, run.num_blocks, run.block_size) if as_sealed else None
+            reads.append(Read(run.blocks, section, target, rows))
         slot.filled += run.length
     return reads, residents
 
@@ -79,11 +106,15 @@ def read_all(
         The event behind the last copy.
 
     Raises:
-        NVMeCacheError: a shard is damaged, unreadable, or could not be written in the first place.
+        NVMeCacheError: a shard is damaged or unreadable.
+        NotWrittenError: a shard could not be written in the first place.
     """
     event = None
     for read in reads:
-        read.shard.written.result()
+        try:
+            read.shard.written.result()
+        except NVMeCacheError as error:
+            raise NotWrittenError from error
         if read.rows is not None:
             read.shard.read(read.section, read.rows, verify=verify)
         else:
@@ -99,7 +130,10 @@ def _read_staged(
     try:
         read.shard.read(read.section, [buffer.view[: read.section.padded_nbytes]], verify=verify)
         blocks = buffer.tensor(read.section.shape, read.section.dtype)
-        event = copy_all([Resident(blocks, read.target, read.batch_rows)], transfer, after)
+        try:
+            copy_all([Resident(blocks, read.target)], transfer, after)
+        finally:
+            event = transfer.record()
     finally:
         staging.release(buffer, event)  # handed out again only once the copy has read it
     return event
@@ -110,6 +144,5 @@ def copy_all(residents: Sequence[Resident], transfer: Transfer, after: torch.Eve
     """Copies blocks into their slot on the side stream, not before `after`; returns the event behind the copies."""
     with transfer.side_stream(after):
         for resident in residents:
-            for target, source in unpack(resident.target, resident.blocks, resident.batch_rows):
-                transfer.copy(target, source)
+            resident.target.copy(resident.blocks, transfer)
     return transfer.record()

@@ -124,6 +124,7 @@ class Forward:
     def __init__(self) -> None:
         self._undo: dict[int, Callable[[], None]] = {}
         self._last_layer: int | None = None  # where complete forwards end
+        self._highest_layer = -1
         self._latest: int | None = None
         self._thread = threading.get_ident()
 
@@ -144,9 +145,7 @@ class Forward:
             CacheMisuseError: the previous forward was interrupted and has now been taken back, or another thread is
                 using the cache.
         """
-        thread = threading.get_ident()
-        if thread != self._thread and self._undo and (self.is_broken or _is_generating(self._thread, owner)):
-            raise CacheMisuseError("this cache is in use by another thread; give each thread a cache of its own")
+        self.check_thread(owner)
         if layer_idx in self._undo:  # a new forward begins
             if self.is_broken:
                 self.roll_back()
@@ -155,14 +154,26 @@ class Forward:
                     "the cache is as it was before it; call the model again."
                 )
             self._last_layer = self._latest
+            self._highest_layer = max(self._highest_layer, *self._undo)
             self._undo.clear()
-        elif self._last_layer is not None and layer_idx > self._last_layer:
+        elif self._last_layer is not None and layer_idx > self._highest_layer:
             raise CacheMisuseError(
                 f"layer {layer_idx} was never reached before: the first forward was interrupted. Call reset() and "
                 "start again."
             )
-        self._thread, self._latest = thread, layer_idx
+        self._latest = layer_idx
         self._undo[layer_idx] = undo
+
+    def check_thread(self, owner: object) -> None:
+        """Takes the cache over for this thread.
+
+        Raises:
+            CacheMisuseError: another thread is generating with it, or in the middle of a forward.
+        """
+        thread = threading.get_ident()
+        if thread != self._thread and self._undo and _is_generating(self._thread, owner):
+            raise CacheMisuseError("this cache is in use by another thread; give each thread a cache of its own")
+        self._thread = thread
 
     def roll_back(self) -> None:
         """Takes back what the forward under way has done."""
@@ -175,6 +186,7 @@ class Forward:
         """Forgets all forwards."""
         self._undo.clear()
         self._last_layer = self._latest = None
+        self._highest_layer = -1
 
 
 def _is_generating(thread: int, cache: object) -> bool:

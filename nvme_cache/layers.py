@@ -1,50 +1,19 @@
 """NVMeLayer: one full-attention layer of the cache, its sealed runs and its tail."""
 
 from collections import Counter
-from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from .blocks import BlockRun, LayerSpec, States, StateSpec, cut
+from .blocks import LayerSpec, States, cut
 from .errors import CacheMisuseError
+from .history import History, Tail
 from .io import round_up
 from .pager import Pager
 from .placement import Tier
 from .shards import dtype_name
-from .slots import Lease
-
-
-class Tail:
-    """The newest tokens of a layer, at full precision on the layer's device.
-
-    Args:
-        spec: Heads, widths and dtypes.
-        batch_size: Batch rows.
-        capacity: Most tokens it will hold.
-        device: The layer's device.
-    """
-
-    def __init__(self, spec: LayerSpec, batch_size: int, capacity: int, device: torch.device) -> None:
-        def buffer(kind: StateSpec) -> torch.Tensor:
-            return torch.empty((batch_size, kind.num_heads, capacity, kind.head_dim), dtype=kind.dtype, device=device)
-
-        self.length = 0
-        with torch.inference_mode(False):  # a buffer born in inference mode could not be written outside it
-            self._buffers = buffer(spec.keys), buffer(spec.values)
-
-    def append(self, states: States) -> None:
-        """Adds tokens, `[batch, heads, seq_length, head_dim]` each; there must be room for them."""
-        end = self.length + states[0].shape[2]
-        for buffer, new in zip(self._buffers, states, strict=True):
-            buffer[:, :, self.length : end].copy_(new)
-        self.length = end
-
-    def states(self, start: int = 0) -> States:
-        """Keys and values from token `start` of the tail on."""
-        keys, values = self._buffers
-        return keys[:, :, start : self.length], values[:, :, start : self.length]
+from .slots import Lease, Slot
 
 
 class NVMeLayer(CacheLayerMixin):
@@ -64,13 +33,13 @@ class NVMeLayer(CacheLayerMixin):
 
     def __init__(self, pager: Pager, layer_idx: int) -> None:
         self._pager = pager
-        self._layer_idx = layer_idx
+        self.layer_idx = layer_idx
         self._clear()
+        pager.register(self)
 
     def _clear(self) -> None:
         self.is_initialized = False
-        self._runs: list[BlockRun] = []
-        self._sealed_length = 0
+        self._history: History | None = None
         self._lease: Lease | None = None
         self._update_length = 1
         self._assigned: dict[int, torch.Tensor] = {}
@@ -86,7 +55,7 @@ class NVMeLayer(CacheLayerMixin):
             dtype_name(kind.dtype)
         self.device = key_states.device
         self.batch_size = key_states.shape[0]
-        self._tail = self._new_tail([])
+        self._history = History((), 0, self._new_tail([]))
         self.is_initialized = True
 
     def update(
@@ -105,13 +74,12 @@ class NVMeLayer(CacheLayerMixin):
         length = past + key_states.shape[2]
         new = key_states.detach(), value_states.detach()
         if past == 0:
+            self._abandon_slot()  # after a crop to nothing one may still be held, without what is appended now
             with torch.no_grad():
                 self._append(new)
             return key_states, value_states
-        assert self._lease is not None
-        slot = self._lease.slot
+        slot = self._complete_slot()
         with torch.no_grad():
-            slot.append(self._tail.states(slot.filled - self._sealed_length))
             self._append(new)
             slot.append(new)
             keys, values = slot.states(length)
@@ -128,7 +96,7 @@ class NVMeLayer(CacheLayerMixin):
         self._pager.check()
         if self._assigned:
             raise CacheMisuseError(
-                f"layer {self._layer_idx} was assigned keys or values alone; assign both before the next update"
+                f"layer {self.layer_idx} was assigned keys or values alone; assign both before the next update"
             )
         past, spec = self.get_seq_length(), LayerSpec.of(key_states, value_states)
         if past == 0:
@@ -154,7 +122,7 @@ class NVMeLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> int:
         """How many tokens the layer holds."""
-        return self._sealed_length + self._tail.length if self.is_initialized else 0
+        return 0 if self._history is None else self._history.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of what `update` will return for `query_length` new tokens."""
@@ -166,14 +134,11 @@ class NVMeLayer(CacheLayerMixin):
 
     def used_bytes(self) -> Counter[Tier]:
         """Bytes of sealed blocks by tier, as sealed."""
-        used: Counter[Tier] = Counter()
-        for run in self._runs:
-            used[run.tier] += run.nbytes
-        return used
+        return Counter() if self._history is None else self._history.used_bytes()
 
     def tail_bytes(self) -> int:
         """Bytes of the tokens in the tail."""
-        return self._spec.nbytes(self._tail.length) * self.batch_size if self.is_initialized else 0
+        return 0 if self._history is None else self._spec.nbytes(self._history.tail.length) * self.batch_size
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the newest `-tokens_to_remove` tokens, all if there are fewer.
@@ -185,19 +150,13 @@ class NVMeLayer(CacheLayerMixin):
             raise ValueError(
                 f"crop({tokens_to_remove}) is not supported; pass the number of tokens to remove as a negative integer"
             )
-        if tokens_to_remove == 0 or not self.is_initialized:
+        if tokens_to_remove == 0 or self._history is None:
             return
-        length = max(0, self.get_seq_length() + tokens_to_remove)
-        self._tail.length = max(0, length - self._sealed_length)
-        while self._sealed_length > length:
-            last = self._runs.pop()
-            kept = last.length - (self._sealed_length - length)
-            if kept > 0:
-                self._runs.append(replace(last, length=kept))
-                self._sealed_length = length
-            else:
-                self._pager.drop([last])
-                self._sealed_length -= last.length
+        length = max(0, self._history.length + tokens_to_remove)
+        if length >= self._history.sealed_length:
+            self._history.tail.length = length - self._history.sealed_length
+        else:
+            self._history = History(self._history.cropped_runs(length), length, self._new_tail([]))
         if self._lease is not None and self._lease.is_valid:
             self._lease.slot.filled = min(self._lease.slot.filled, length)
 
@@ -216,7 +175,6 @@ class NVMeLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forgets every token."""
-        self._pager.drop(self._runs)
         self._abandon_slot()
         self._clear()
 
@@ -249,15 +207,13 @@ class NVMeLayer(CacheLayerMixin):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "NVMeLayer":
         """A layer with its own tail that shares the sealed blocks, which never change."""
-        copied = NVMeLayer(memo.get(id(self._pager), self._pager), self._layer_idx)
+        copied = NVMeLayer(memo.get(id(self._pager), self._pager), self.layer_idx)
         memo[id(self)] = copied
-        if self.is_initialized:
+        if self._history is not None:
             copied._spec, copied.device, copied.batch_size = self._spec, self.device, self.batch_size
-            copied._tail = copied._new_tail([self._tail.states()])
-            copied._runs, copied._sealed_length = list(self._runs), self._sealed_length
+            copied._history = self._history._replace(tail=copied._new_tail([self._history.tail.states()]))
             copied._update_length = self._update_length
             copied.is_initialized = True
-            copied._pager.adopt(copied._runs)
         return copied
 
     def __reduce__(self) -> NoReturn:
@@ -269,24 +225,18 @@ class NVMeLayer(CacheLayerMixin):
         A long update is sealed at once, so that a prompt leaves memory while it is processed. A short one is sealed
         when the next arrives: until then speculative decoding may take its tokens back.
         """
-        block_size = self._pager.block_size
-        count = states[0].shape[2]
-        whole = (self._tail.length + (count if count >= block_size else 0)) // block_size * block_size
+        assert self._history is not None
+        runs, sealed_length, tail = self._history
+        block_size, count = self._pager.block_size, states[0].shape[2]
+        whole = (tail.length + (count if count >= block_size else 0)) // block_size * block_size
         if not whole:
-            self._tail.append(states)
+            tail.append(states)
             return
-        pending = [self._tail.states(), states]
-        sealed = self._pager.seal(
-            self._layer_idx,
-            self._spec,
-            cut(pending, 0, whole),
-            first_token=self._sealed_length,
-            used_bytes=self.used_bytes(),
-        )
+        pending = [tail.states(), states]
+        sealed = self._pager.seal(self, self._spec, cut(pending, 0, whole), first_token=sealed_length)
         # A new tail: copies out of the old one's memory may still be under way.
-        self._tail = self._new_tail(cut(pending, whole, self._tail.length + count - whole))
-        self._runs += sealed
-        self._sealed_length += whole
+        rest = self._new_tail(cut(pending, whole, tail.length + count - whole))
+        self._history = History((*runs, *sealed), sealed_length + whole, rest)
 
     def _new_tail(self, parts: list[States]) -> Tail:
         # One update short of a block may join what is one token short of another.
@@ -296,22 +246,37 @@ class NVMeLayer(CacheLayerMixin):
         return tail
 
     def _fill_slot(self, length: int) -> None:
+        """Sees to it that a slot with room for `length` tokens holds the sealed ones."""
+        assert self._history is not None
         if self._lease is not None and self._lease.is_valid:
             slot = self._lease.slot
             # Appending after a crop would overwrite tokens that a tensor returned earlier still shows.
-            overwrites = self.get_seq_length() < slot.exposed and slot.is_shared()
-            if overwrites or slot.capacity < length:
+            overwrites = self._history.length < slot.exposed and slot.is_shared()
+            # An interrupt may have come between sealing tokens and putting them into the slot.
+            lacks = slot.filled < self._history.sealed_length
+            if overwrites or lacks or slot.capacity < length:
                 slot.abandon()
-        if self._lease is None or not self._lease.is_valid:
-            self._lease = self._fetch(length, keep=None, steal=True)
-        assert self._lease is not None
-        self._pager.wait(self._lease, self.device)
+        while True:
+            if self._lease is None or not self._lease.is_valid:
+                self._lease = self._fetch(length, keep=None, steal=True)
+            assert self._lease is not None
+            if self._pager.wait(self._lease, self.device):
+                return
+
+    @torch.no_grad()
+    def _complete_slot(self) -> Slot:
+        """The layer's filled slot, with the tail in place too."""
+        assert self._history is not None and self._lease is not None
+        slot = self._lease.slot
+        slot.append(self._history.tail.states(slot.filled - self._history.sealed_length))
+        return slot
 
     def _fetch(self, length: int, *, keep: Lease | None, steal: bool) -> Lease | None:
         # Whole blocks of capacity let the drive fill a slot directly; one to spare lets decoding go on in it.
         capacity = round_up(length, self._pager.block_size) + self._pager.block_size
+        runs = () if self._history is None else self._history.runs
         return self._pager.fetch(
-            self.device, self._spec, self.batch_size, self._runs, capacity=capacity, keep=keep, steal=steal
+            self.device, self._spec, self.batch_size, runs, capacity=capacity, keep=keep, steal=steal
         )
 
     def _abandon_slot(self) -> None:
@@ -320,24 +285,24 @@ class NVMeLayer(CacheLayerMixin):
         self._lease = None
 
     def _select_rows(self, index: torch.Tensor) -> None:
-        if self.get_seq_length() == 0:
+        if self._history is None or self._history.length == 0:
+            return
+        rows = torch.arange(self.batch_size)[index.cpu()]
+        if rows.shape[0] == 0:
+            self.reset()
             return
         self._abandon_slot()
-        rows = torch.arange(self.batch_size)[index.cpu()]
-        keys, values = self._tail.states()
+        parts = self._history.tail.states()
         self.batch_size = rows.shape[0]
-        on_device = rows.to(self.device)
-        self._tail = self._new_tail([(keys.index_select(0, on_device), values.index_select(0, on_device))])
-        composed: dict[int, BlockRun] = {}
-        for at, run in enumerate(self._runs):
-            like = composed.setdefault(id(run.rows), run.with_rows(rows))
-            self._runs[at] = replace(run, rows=like.rows)
+        tail = self._new_tail([(parts[0][rows.to(self.device)], parts[1][rows.to(self.device)])])
+        self._history = History(self._history.selected_runs(rows), self._history.sealed_length, tail)
 
     def _convert(self, spec: LayerSpec) -> None:
         """Goes on in wider dtypes, as concatenating the old and the new would."""
+        assert self._history is not None
         self._abandon_slot()
         self._spec = spec
-        self._tail = self._new_tail([self._tail.states()])
+        self._history = self._history._replace(tail=self._new_tail([self._history.tail.states()]))
 
     def _differs(self, spec: LayerSpec, key_states: torch.Tensor) -> bool:
         return (spec, key_states.shape[0], key_states.device) != (self._spec, self.batch_size, self.device)
@@ -347,14 +312,14 @@ class NVMeLayer(CacheLayerMixin):
         held = (self.batch_size, *_extents(self._spec))
         if shape != held:
             raise CacheMisuseError(
-                f"layer {self._layer_idx} holds keys and values of (batch, heads, widths) {held} but was given "
+                f"layer {self.layer_idx} holds keys and values of (batch, heads, widths) {held} but was given "
                 f"{shape}. Use a new cache for another batch or another model; before beams or several return "
                 "sequences on a filled cache call batch_repeat_interleave; give encoder-decoder models an "
                 "EncoderDecoderCache."
             )
         if key_states.device != self.device:
             raise CacheMisuseError(
-                f"layer {self._layer_idx} lives on {self.device} but was given states on {key_states.device}"
+                f"layer {self.layer_idx} lives on {self.device} but was given states on {key_states.device}"
             )
 
     def _assign(self, index: int, states: torch.Tensor | None) -> None:
@@ -368,17 +333,13 @@ class NVMeLayer(CacheLayerMixin):
             self.update(key_states, value_states)
 
     def _loaded(self, index: int) -> torch.Tensor | None:
-        if not self.is_initialized:
+        if self._history is None:
             return None
         self._pager.check()
-        with torch.no_grad():
-            if self.get_seq_length() == 0:
-                return self._tail.states()[index].clone()
-            self._fill_slot(self.get_seq_length())
-            assert self._lease is not None
-            slot = self._lease.slot
-            slot.append(self._tail.states(slot.filled - self._sealed_length))
-            return slot.states(self.get_seq_length())[index].clone()
+        if self._history.length == 0:
+            return self._history.tail.states()[index].clone()
+        self._fill_slot(self._history.length)
+        return self._complete_slot().states(self._history.length)[index].clone()
 
 
 def _extents(spec: LayerSpec) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -28,6 +29,15 @@ from .tax import Counters
 from .transfer import Transfer, transfer_for
 
 _THREAD_PREFIX = "nvme-cache"
+
+
+class BlockOwner(Protocol):
+    """A layer, as the pager sees it."""
+
+    layer_idx: int
+
+    def used_bytes(self) -> Counter[Tier]:
+        """Bytes of its sealed blocks by tier."""
 
 
 class Pager:
@@ -57,7 +67,7 @@ class Pager:
         self.block_size = block_size
         self.num_layers = num_layers
         self.counters = Counters()
-        self.used_bytes: Counter[Tier] = Counter()
+        self._users: weakref.WeakSet[BlockOwner] = weakref.WeakSet()
         self._store = store
         self._budgets = budgets
         self._num_slots = num_slots
@@ -68,7 +78,7 @@ class Pager:
         self._readers = ThreadPoolExecutor(io_threads, f"{_THREAD_PREFIX}-read")
         write_thread = ThreadPoolExecutor(1, f"{_THREAD_PREFIX}-write")
         self._writer = Writer(write_thread, self.counters)
-        self._finalizer = weakref.finalize(self, _shut_down, self._readers, write_thread, store, self._pid)
+        self._finalizer = weakref.finalize(self, _shut_down, self._readers, write_thread, self._lanes, store, self._pid)
 
     @property
     def folder(self) -> Path:
@@ -94,14 +104,15 @@ class Pager:
         self._writer.check()
 
     def flush(self) -> None:
-        """Waits until every write so far is done, well or not."""
+        """Waits until every write and every read so far is done, well or not."""
         if self._finalizer.alive and os.getpid() == self._pid:
             self._writer.flush()
+            for lane in self._lanes.values():
+                lane.slots.wait()
 
     def close(self) -> None:
         """Waits for work in flight, then deletes the shards. Safe to call again."""
         self._finalizer()
-        self._lanes.clear()
 
     def fork(self) -> "Pager":
         """A pager with the same settings and the same store, for a cache that shares this one's runs.
@@ -121,24 +132,21 @@ class Pager:
             verify=self._verify,
         )
 
+    def register(self, owner: "BlockOwner") -> None:
+        """Counts the blocks of `owner` against the budgets for as long as it exists."""
+        self._users.add(owner)
+
     def seal(
-        self,
-        layer_idx: int,
-        spec: LayerSpec,
-        states: Sequence[States],
-        *,
-        first_token: int,
-        used_bytes: Counter[Tier],
+        self, owner: "BlockOwner", spec: LayerSpec, states: Sequence[States], *, first_token: int
     ) -> list[BlockRun]:
         """Turns tokens into blocks and sends them to their tiers. Waits only for staging buffers.
 
         Args:
-            layer_idx: The layer, for names and messages.
+            owner: The layer.
             spec: The layer's heads and widths, and the dtypes to seal in.
             states: Consecutive keys and values, `[batch, heads, seq_length, head_dim]` each, of whole blocks' worth of
                 tokens together. Their memory must not be written to again.
             first_token: Position of the first token.
-            used_bytes: Bytes of this layer's blocks already in each tier.
 
         Returns:
             The new runs, in token order.
@@ -149,14 +157,17 @@ class Pager:
         batch_size = states[0][0].shape[0]
         num_blocks = sum(keys.shape[2] for keys, _ in states) // self.block_size
         block_bytes = spec.nbytes(self.block_size) * batch_size
-        counts = place(num_blocks, block_bytes, self._budgets, self.num_layers, used_bytes, self.used_bytes)
+        used = sum((user.used_bytes() for user in self._users), Counter[Tier]())
+        counts = place(num_blocks, block_bytes, self._budgets, self.num_layers, owner.used_bytes(), used)
         section_bytes = max(spec.keys.nbytes(self.block_size), spec.values.nbytes(self.block_size)) * batch_size
-        limit = {Tier.NVME: max(1, MAX_SECTION_BYTES // section_bytes)}
+        limit = max(1, MAX_SECTION_BYTES // section_bytes)
         runs: list[BlockRun] = []
         start = 0
         for tier, count in counts.items():
             while count:
-                size = min(count, limit.get(tier, count))
+                size = count if tier is Tier.DEVICE else min(count, limit)
+                if tier is Tier.HOST:  # pinned memory comes in powers of two
+                    size = 1 << (size.bit_length() - 1)
                 part = cut(states, start * self.block_size, size * self.block_size)
                 shapes = tuple(
                     (size, batch_size, kind.num_heads, self.block_size, kind.head_dim)
@@ -164,25 +175,14 @@ class Pager:
                 )
                 blocks: ResidentBlocks | Shard
                 if tier is Tier.NVME:
-                    blocks = self._spill(layer_idx, first_token + start * self.block_size, spec, shapes, part)
+                    blocks = self._spill(owner.layer_idx, first_token + start * self.block_size, spec, shapes, part)
                 else:
                     blocks = self._keep(tier, spec, shapes, part)
                 length = size * self.block_size
                 runs.append(BlockRun(tier, blocks, spec, batch_size, size, self.block_size, length))
                 start, count = start + size, count - size
-        self.adopt(runs)
         self.counters.sealed_bytes += sum(run.nbytes for run in runs)
         return runs
-
-    def adopt(self, runs: Sequence[BlockRun]) -> None:
-        """Takes runs that another layer sealed into the accounts."""
-        for run in runs:
-            self.used_bytes[run.tier] += run.nbytes
-
-    def drop(self, runs: Sequence[BlockRun]) -> None:
-        """Takes runs out of the accounts; their bytes go when nothing refers to them any more."""
-        for run in runs:
-            self.used_bytes[run.tier] -= run.nbytes
 
     def fetch(
         self,
@@ -225,8 +225,11 @@ class Pager:
         self.counters.read_bytes += sum(read.section.nbytes for read in reads)
         return Lease(slot, slot.tenancy)
 
-    def wait(self, lease: Lease, device: torch.device) -> None:
+    def wait(self, lease: Lease, device: torch.device) -> bool:
         """Waits until the leased slot is filled; computation on the device is made to wait for the last copies.
+
+        Returns:
+            False if a shard had not been written and now may have been: the lease is over, fetch again.
 
         Raises:
             NVMeCacheError: what went wrong while filling it; the lease is over.
@@ -235,14 +238,17 @@ class Pager:
         began = time.perf_counter()
         wait(slot.tasks)
         self.counters.stall_s += time.perf_counter() - began
-        tasks, slot.tasks = slot.tasks, []
-        error = next((error for task in tasks if (error := task.exception()) is not None), None)
+        error = next((error for task in slot.tasks if (error := task.exception()) is not None), None)
         if error is not None:
             slot.abandon()
-            self.check()  # a failed write makes the reads behind it fail: say it once
+            self.check()  # raises why a write failed, unless it has been said before
+            if isinstance(error, fetch.NotWrittenError):
+                return False
             raise error
-        for task in tasks:
+        for task in slot.tasks:
             self._lane(device).transfer.wait(task.result())
+        slot.tasks = []
+        return True
 
     def _lane(self, device: torch.device) -> "_Lane":
         if device not in self._lanes:
@@ -261,10 +267,16 @@ class Pager:
         began = time.perf_counter()
         buffers = staging.acquire_all([keys.padded_nbytes, values.padded_nbytes])
         self.counters.stall_s += time.perf_counter() - began
-        targets = [
-            buffer.tensor(section.shape, section.dtype) for buffer, section in zip(buffers, shard.sections, strict=True)
-        ]
-        self._writer.submit(Write(shard, staging, buffers, states, self._pack(targets, states)))
+        try:
+            targets = [
+                buffer.tensor(section.shape, section.dtype)
+                for buffer, section in zip(buffers, shard.sections, strict=True)
+            ]
+            self._writer.submit(Write(shard, staging, buffers, states, self._pack(targets, states)))
+        except BaseException:
+            for buffer in buffers:
+                staging.release(buffer, self._lane(states[0][0].device).transfer.record())
+            raise
         return shard
 
     def _keep(
@@ -306,10 +318,20 @@ class _Lane:
     staging: StagingPool
 
 
-def _shut_down(readers: ThreadPoolExecutor, writer: ThreadPoolExecutor, store: Store, owner_pid: int) -> None:
+def _shut_down(
+    readers: ThreadPoolExecutor,
+    writer: ThreadPoolExecutor,
+    lanes: dict[torch.device, _Lane],
+    store: Store,
+    owner_pid: int,
+) -> None:
     if os.getpid() == owner_pid:
         # The collector may run this on one of the threads it would wait for.
         wait_for_threads = not threading.current_thread().name.startswith(_THREAD_PREFIX)
-        for executor in (readers, writer):
-            executor.shutdown(wait=wait_for_threads, cancel_futures=True)
+        readers.shutdown(wait=wait_for_threads)  # nothing is cancelled that another thread may be waiting for
+        writer.shutdown(wait=wait_for_threads, cancel_futures=True)
+        for lane in lanes.values():
+            if (event := lane.transfer.record()) is not None:
+                event.synchronize()  # memory goes back to its allocator: no copy may still be using it
+        lanes.clear()
     store.close()

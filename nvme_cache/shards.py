@@ -217,7 +217,7 @@ class Shard:
 def _checksums(section: Section, views: Sequence[memoryview]) -> list[int]:
     """The xxh3-64 of each block's bytes, `views` being the section's bytes in file order."""
     remaining = iter(views)
-    view = next(remaining)
+    view = memoryview(b"")
     checksums = []
     for _ in range(section.shape[0]):
         digest, left = xxhash.xxh3_64(), section.nbytes // section.shape[0]

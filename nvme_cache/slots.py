@@ -5,6 +5,7 @@ of exactly the tokens there are. `prefetch_depth + 1` slots serve all layers: on
 being filled for the layers ahead.
 """
 
+import sys
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
@@ -14,6 +15,8 @@ from .blocks import LayerSpec, States, StateSpec
 from .buffers import HostBuffer
 from .io import ALIGNMENT, round_up
 from .transfer import Transfer
+
+_STALE_AFTER = 1000  # acquisitions: a slot left over for tens of decode steps is given up
 
 
 class Slot:
@@ -27,13 +30,18 @@ class Slot:
         tasks: What is still filling the slot; each resolves to the event behind its copies.
         tenancy: Changes whenever the slot passes to another layer.
         is_abandoned: Whether the layer it is being filled for no longer wants it.
+        last_acquired: When the pool last gave it to a layer, counted in acquisitions.
     """
 
     def __init__(self, transfer: Transfer) -> None:
         self._transfer = transfer
         self._nbytes = 0
         self._host: HostBuffer | None = None
-        self.tenancy = 0
+        self._buffer = self.keys = self.values = torch.empty(0)
+        self._storage = self._buffer.untyped_storage()
+        self._own_references = sys.maxsize
+        self.tenancy = self.filled = self.exposed = self.capacity = 0
+        self.last_acquired = 0
         self.is_abandoned = False
         self.tasks: list[Future[torch.Event | None]] = []
 
@@ -50,8 +58,8 @@ class Slot:
         self.capacity = capacity
         keys_nbytes = round_up(spec.keys.nbytes(capacity) * batch_size, ALIGNMENT)
         nbytes = keys_nbytes + spec.values.nbytes(capacity) * batch_size
+        self._own_references = sys.maxsize
         if nbytes > self._nbytes:
-            self.keys = self.values = torch.empty(0)  # lets go of the old storage before the new one is made
             self._allocate(round_up(nbytes + nbytes // 16, ALIGNMENT))
         self._values_offset = keys_nbytes
         self.keys = self._lay_out(spec.keys, batch_size, 0)
@@ -87,39 +95,47 @@ class Slot:
             task.cancel()
 
     def settle(self) -> None:
-        """Waits until nothing is filling the slot any more, whatever became of it."""
-        wait(self.tasks)
-        for task in self.tasks:
-            if not task.cancelled() and task.exception() is None and (event := task.result()) is not None:
+        """Waits until nothing is filling the slot any more, on the device either, whatever became of it."""
+        if self.tasks:
+            wait(self.tasks)
+            if (event := self._transfer.record()) is not None:
                 event.synchronize()
         self.tasks = []
 
-    def rows(self, states: torch.Tensor, start: int, num_blocks: int, block_size: int) -> list[memoryview] | None:
+    def rows(
+        self, index: int, dtype: torch.dtype, start: int, num_blocks: int, block_size: int
+    ) -> list[memoryview] | None:
         """Where a shard's section goes if the drive can fill the slot directly.
 
         Args:
-            states: `keys` or `values`.
+            index: 0 for keys, 1 for values.
+            dtype: What the section holds.
             start: Token at which the first block goes.
             num_blocks: Blocks in the section.
             block_size: Tokens in each.
 
         Returns:
-            One view per block, batch row and head, in the section's byte order; None where the slot is not host memory
-            or a row does not begin and end on a page.
+            One view per block, batch row and head, in the section's byte order; None where the slot is not host
+            memory, has another dtype, or a row does not begin and end on a page.
         """
-        row_nbytes = block_size * states.shape[3] * states.dtype.itemsize
-        base = 0 if states is self.keys else self._values_offset
-        stride = self.capacity * states.shape[3] * states.dtype.itemsize
-        first = base + start * states.shape[3] * states.dtype.itemsize
-        if self._host is None or row_nbytes % ALIGNMENT or stride % ALIGNMENT or first % ALIGNMENT:
+        batch_size, num_heads, capacity, head_dim = (self.keys, self.values)[index].shape
+        token_nbytes = head_dim * dtype.itemsize
+        row_nbytes, stride = block_size * token_nbytes, capacity * token_nbytes
+        first = (0, self._values_offset)[index] + start * token_nbytes
+        aligned = row_nbytes and not (row_nbytes % ALIGNMENT or stride % ALIGNMENT or first % ALIGNMENT)
+        if self._host is None or dtype != (self.keys, self.values)[index].dtype or not aligned:
             return None
         view = self._host.view
-        heads = range(first, first + states.shape[0] * states.shape[1] * stride, stride)
+        heads = range(first, first + batch_size * num_heads * stride, stride)
         return [
             view[at + block * row_nbytes : at + (block + 1) * row_nbytes] for block in range(num_blocks) for at in heads
         ]
 
     def _allocate(self, nbytes: int) -> None:
+        # Lets go of the old memory before the new is made.
+        self._nbytes, self._host = 0, None
+        self._buffer = self.keys = self.values = torch.empty(0)
+        self._storage = self._buffer.untyped_storage()
         if self._transfer.device.type == "cpu":
             self._host = HostBuffer(nbytes)
             self._buffer = self._host.bytes
@@ -163,6 +179,7 @@ class SlotPool:
         self._transfer = transfer
         self._count = count
         self._slots: list[Slot] = []
+        self._acquisitions = 0
 
     def acquire(self, keep: Slot | None, *, steal: bool) -> Slot | None:
         """A slot to lay out: one whose layer is done with it, else a new one.
@@ -174,20 +191,30 @@ class SlotPool:
         Returns:
             The slot, or None if all are being filled and none may be stolen.
         """
+        self._acquisitions += 1
+        self._drop_stale(keep)
         available = [slot for slot in self._slots if slot is not keep and not slot.is_shared()]
         idle = [slot for slot in available if slot.is_idle]
         if idle:
-            return idle[0]
-        if len(available) + (keep is not None) < self._count:
-            self._slots.append(Slot(self._transfer))
-            return self._slots[-1]
-        if not steal:
+            slot = idle[0]
+        elif len(available) + (keep is not None) < self._count:
+            slot = Slot(self._transfer)
+            self._slots.append(slot)
+        elif steal:
+            slot = available[-1]
+        else:
             return None
-        available[-1].settle()
-        return available[-1]
+        slot.settle()  # copies that an earlier layer no longer waits for may be under way
+        slot.last_acquired = self._acquisitions
+        return slot
 
-    def clear(self) -> None:
-        """Waits for what is filling slots and lets go of all of them."""
+    def _drop_stale(self, keep: Slot | None) -> None:
+        """Gives up slots made while others were held by someone outside, once that has not happened for long."""
+        fresh = self._acquisitions - _STALE_AFTER
+        stale = [slot for slot in self._slots[self._count :] if slot.last_acquired < fresh and slot is not keep]
+        self._slots = [slot for slot in self._slots if slot not in stale or not slot.is_idle]
+
+    def wait(self) -> None:
+        """Waits until nothing is filling any slot."""
         for slot in self._slots:
-            slot.settle()
-        self._slots.clear()
+            wait(slot.tasks)

@@ -81,7 +81,7 @@ def _run(write: Write, failed: deque[tuple[Write, NVMeCacheError]], counters: Co
     write.states.clear()
     try:
         write.shard.write(write.buffers)
-    except OSError as error:
+    except Exception as error:
         # The buffers hold the only copy of these tokens until the write is tried again.
         explained = _explained(error, write.shard)
         failed.append((write, explained))
@@ -96,7 +96,9 @@ def _hold(event: torch.Event, *held: object) -> None:
     event.synchronize()
 
 
-def _explained(error: OSError, shard: Shard) -> NVMeCacheError:
+def _explained(error: Exception, shard: Shard) -> NVMeCacheError:
+    if not isinstance(error, OSError):
+        return ShardIOError(f"cannot write shard {shard.path}: {error!r}")
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return StorageFullError(
             error.errno,

@@ -1,24 +1,27 @@
 """The folder shards live in: creation, permissions, lock, quota, orphans, deletion.
 
-Each store makes its own 0700 folder inside the offload folder and holds a lock in it for as long as it lives. A folder
-whose lock nobody holds belongs to a process that died; whoever opens a store next removes it. The order of steps closes
-the race between the two: a new folder counts only once its lock is held on the file that is still in place, and an
-orphan is renamed, its lock held, before anything in it is deleted.
+Each store makes its own 0700 folder inside the offload folder and holds a lock in it for as long as it lives. A
+folder of ours whose lock nobody holds belongs to a process that died; whoever opens a store next removes it. The order
+of steps closes the race between the two: a new folder counts only once its lock is held on the file that is still in
+place, and an orphan is renamed, its lock held, before anything in it is deleted. Only files of the names that a store
+gives are deleted.
 """
 
+import fcntl
 import logging
 import os
+import re
 import secrets
 import shutil
 import tempfile
 import weakref
+from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import RLock
 
 import psutil
-from filelock import FileLock, Timeout
 
 from . import io
 from .errors import OffloadDirectoryError, StorageFullError
@@ -26,12 +29,14 @@ from .shards import Section, Shard
 
 logger = logging.getLogger(__name__)
 
-_PREFIX = "nvme-cache-"
-_LOCK_NAME = "lock"
+_FOLDER = re.compile(r"nvme-cache-(\d+|removing)-[a-z0-9_]{8}")
+_FILES = ("layer-*.safetensors", "layer-*.partial", "probe", "lock")
+_LOCK = "lock"
 _RAM_FILE_SYSTEMS = {"tmpfs", "ramfs", "devtmpfs"}
 _SPARE_BYTES = 64 << 20  # what we leave free: a drive filled to the last byte breaks its other users
 
 _warned: set[tuple[str, str]] = set()
+_open_shards: weakref.WeakSet[Shard] = weakref.WeakSet()  # of all stores: they share the process's descriptors
 
 
 def default_offload_dir() -> Path:
@@ -65,21 +70,27 @@ class Store:
     """
 
     def __init__(self, offload_dir: Path | None, disk_budget: int | None) -> None:
-        root = _checked(offload_dir) if offload_dir is not None else default_offload_dir()
-        if offload_dir is None:
-            root = _checked(root)
+        root = default_offload_dir() if offload_dir is None else offload_dir
         with _explained(root):
+            root = _checked(root)
             remove_orphans(root)
             self.path, lock = _claim_folder(root)
             self._finalizer = weakref.finalize(self, _remove, self.path, lock, os.getpid())
             self._direct = io.supports_direct(self.path)
-        self.used_bytes = 0
         self._disk_budget = disk_budget
         self._count = 0
         self._users = 1
-        self._mutex = RLock()  # a shard's finalizer may run inside any of the methods that hold it
-        self._open: weakref.WeakSet[Shard] = weakref.WeakSet()
+        self._reserved_bytes = 0
+        self._freed_bytes: deque[int] = deque()  # appended to by finalizers, which must not wait for a lock
+        self._mutex = RLock()  # the collector may close a fork of the same cache inside any of the methods that hold it
         _warn_once(root, direct=self._direct)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all shards that are on the drive or on their way to it."""
+        while self._freed_bytes:
+            self._reserved_bytes -= self._freed_bytes.popleft()
+        return self._reserved_bytes
 
     def new_shard(self, layer_idx: int, first_token: int, sections: tuple[Section, Section]) -> Shard:
         """A shard yet to be written, its size counted. Its file is deleted once nothing refers to the shard.
@@ -95,12 +106,12 @@ class Store:
                 first_token,
                 sections,
                 direct=self._direct,
-                keep_open=len(self._open) < io.open_file_allowance(),
+                keep_open=len(_open_shards) < io.open_file_allowance(),
             )
             self._check_room(shard.file_nbytes)
-            self.used_bytes += shard.file_nbytes
-            self._open.add(shard)
-        forget = weakref.finalize(shard, Store._forget, weakref.ref(self), shard.path, shard.file_nbytes, os.getpid())
+            self._reserved_bytes += shard.file_nbytes
+            _open_shards.add(shard)
+        forget = weakref.finalize(shard, _forget, shard.path, shard.file_nbytes, self._freed_bytes, os.getpid())
         forget.atexit = False  # closing the store removes the folder whole
         return shard
 
@@ -131,55 +142,75 @@ class Store:
                 "not fit. Free space and call again (nothing is lost), or use an offload_dir on a larger drive."
             )
 
-    @staticmethod
-    def _forget(reference: "weakref.ref[Store]", path: Path, nbytes: int, owner_pid: int) -> None:
-        if os.getpid() != owner_pid:
-            return  # a forked child must not delete its parent's shard
-        path.unlink(missing_ok=True)
-        if (store := reference()) is not None:
-            with store._mutex:
-                store.used_bytes -= nbytes
-
 
 def remove_orphans(root: Path) -> list[Path]:
     """Removes the folders in `root` whose process died without closing them, and returns their former paths."""
     removed = []
-    for folder in root.glob(f"{_PREFIX}*"):
+    for folder in root.iterdir():
+        if not _FOLDER.fullmatch(folder.name) or folder.is_symlink() or not folder.is_dir():
+            continue
+        if (lock := _lock(folder, create=False)) is None:
+            with suppress(OSError):
+                folder.rmdir()  # its maker died before it had a lock; if not, it makes another
+            continue
         try:
-            lock = FileLock(folder / _LOCK_NAME, thread_local=False)
-            lock.acquire(timeout=0)
-        except (Timeout, OSError):
-            continue  # alive, or going away under our eyes, or not ours to touch
-        try:
-            doomed = folder.rename(folder.with_name(f"{_PREFIX}removing-{secrets.token_hex(8)}"))
-            shutil.rmtree(doomed, ignore_errors=True)
+            doomed = folder.rename(folder.with_name(f"nvme-cache-removing-{secrets.token_hex(4)}"))
+            _delete(doomed)
             removed.append(folder)
             logger.info("removed %s, left by a process that died", folder)
-        except OSError:
-            continue
+        except OSError as error:
+            logger.warning("cannot remove %s, left by a process that died: %s", folder, error)
         finally:
-            lock.release()
+            os.close(lock)
     return removed
 
 
-def _claim_folder(root: Path) -> tuple[Path, FileLock]:
+def _claim_folder(root: Path) -> tuple[Path, int]:
     while True:
-        folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=root))
-        lock = FileLock(folder / _LOCK_NAME, mode=0o600, thread_local=False)
-        try:
-            lock.acquire(timeout=0)
-            if (folder / _LOCK_NAME).exists():
-                return folder, lock
-        except (Timeout, FileNotFoundError):
-            pass  # taken for an orphan between the two steps: make another
-        lock.release()
+        folder = Path(tempfile.mkdtemp(prefix=f"nvme-cache-{os.getpid()}-", dir=root))
+        lock = _lock(folder, create=True)
+        if lock is not None and (folder / _LOCK).exists():
+            return folder, lock
+        if lock is not None:  # taken for an orphan between the two steps: make another
+            os.close(lock)
 
 
-def _remove(folder: Path, lock: FileLock, owner_pid: int) -> None:
-    if os.getpid() != owner_pid:
-        return  # a forked child must not delete its parent's folder
-    shutil.rmtree(folder, ignore_errors=True)
-    lock.release()
+def _lock(folder: Path, *, create: bool) -> int | None:
+    """The descriptor that holds the folder's lock while it is open; None if someone else holds it or it is not there.
+
+    A forked child that closes its copy does not give the lock up, as unlocking it would.
+    """
+    try:
+        descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o600)
+    except (FileNotFoundError, PermissionError):
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _delete(folder: Path) -> None:
+    """Deletes what a store put into `folder`, and the folder if that was all."""
+    for pattern in _FILES:
+        for path in folder.glob(pattern):
+            path.unlink(missing_ok=True)
+    with suppress(OSError):
+        folder.rmdir()
+
+
+def _remove(folder: Path, lock: int, owner_pid: int) -> None:
+    if os.getpid() == owner_pid:  # a forked child must not delete its parent's folder
+        _delete(folder)
+    os.close(lock)
+
+
+def _forget(path: Path, nbytes: int, freed_bytes: deque[int], owner_pid: int) -> None:
+    if os.getpid() == owner_pid:
+        path.unlink(missing_ok=True)
+    freed_bytes.append(nbytes)
 
 
 def _checked(root: Path) -> Path:
@@ -189,13 +220,15 @@ def _checked(root: Path) -> Path:
         )
     if not root.is_dir():
         raise OffloadDirectoryError(f"offload_dir={str(root)!r} is not a folder. Pass a folder on a fast drive.")
-    return root
+    return root.resolve()  # the process may change its working directory
 
 
 @contextmanager
 def _explained(root: Path) -> Iterator[None]:
     try:
         yield
+    except OffloadDirectoryError:
+        raise
     except OSError as error:
         raise OffloadDirectoryError(
             error.errno,

@@ -84,8 +84,15 @@ class StreamTransfer:
     def side_stream(self, after: torch.Event | None) -> Iterator[None]:
         if after is not None:
             self._side.wait_event(after)
-        with self._side:
+        # Not `with self._side`: that keeps the previous stream on the object, which reader threads share.
+        index = torch.accelerator.current_device_index()
+        previous = torch.accelerator.current_stream(self.device)
+        torch.accelerator.set_stream(self._side)
+        try:
             yield
+        finally:
+            torch.accelerator.set_stream(previous)
+            torch.accelerator.set_device_index(index)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source, non_blocking=True)

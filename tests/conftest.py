@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from nvme_cache import OffloadedNVMeCache
-from nvme_cache.demo import cache_argument
+from nvme_cache.integration import cache_argument
 
 SIZES = {
     "hidden_size": 64,
@@ -77,7 +77,7 @@ def generate(model, cache, prompt_length, batch_size=1, new_tokens=24, **options
         do_sample=False,
         return_dict_in_generate=True,
         output_logits=True,
-        **cache_argument(model, cache),
+        **{cache_argument(model): cache},
         **options,
     )
     return Generated(output.sequences, torch.stack(output.logits))

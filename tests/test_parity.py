@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from .conftest import FAMILIES, assert_parity, cache_argument, tiny_model
+from nvme_cache.integration import cache_argument
+
+from .conftest import FAMILIES, assert_parity, tiny_model
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -73,7 +75,7 @@ def test_both_argument_names_with_and_without_config(make_cache):
     ids = torch.arange(3, 103)[None]
     expected = model.generate(ids, max_new_tokens=8, do_sample=False)
     assert torch.equal(model.generate(ids, past_key_values=make_cache(), max_new_tokens=8, do_sample=False), expected)
-    named = cache_argument(model, make_cache(config=model.config))
+    named = {cache_argument(model): make_cache(config=model.config)}
     assert torch.equal(model.generate(ids, **named, max_new_tokens=8, do_sample=False), expected)
 
 

@@ -1,0 +1,83 @@
+"""What one layer holds: its sealed runs, and behind them its tail."""
+
+from collections import Counter
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from .blocks import BlockRun, LayerSpec, States, StateSpec
+from .placement import Tier
+
+
+class Tail:
+    """The newest tokens of a layer, at full precision on the layer's device.
+
+    Args:
+        spec: Heads, widths and dtypes.
+        batch_size: Batch rows.
+        capacity: Most tokens it will hold.
+        device: The layer's device.
+    """
+
+    def __init__(self, spec: LayerSpec, batch_size: int, capacity: int, device: torch.device) -> None:
+        def buffer(kind: StateSpec) -> torch.Tensor:
+            return torch.empty((batch_size, kind.num_heads, capacity, kind.head_dim), dtype=kind.dtype, device=device)
+
+        self.length = 0
+        with torch.inference_mode(False):  # a buffer born in inference mode could not be written outside it
+            self._buffers = buffer(spec.keys), buffer(spec.values)
+
+    def append(self, states: States) -> None:
+        """Adds tokens, `[batch, heads, seq_length, head_dim]` each; there must be room for them."""
+        end = self.length + states[0].shape[2]
+        for buffer, new in zip(self._buffers, states, strict=True):
+            buffer[:, :, self.length : end].copy_(new)
+        self.length = end
+
+    def states(self, start: int = 0) -> States:
+        """Keys and values from token `start` of the tail on."""
+        keys, values = self._buffers
+        return keys[:, :, start : self.length], values[:, :, start : self.length]
+
+
+class History(NamedTuple):
+    """All tokens of a layer, replaced as a whole so that an interrupt finds it before or after a change, never between.
+
+    Attributes:
+        runs: Sealed blocks, oldest first.
+        sealed_length: Tokens in them.
+        tail: The tokens behind them.
+    """
+
+    runs: tuple[BlockRun, ...]
+    sealed_length: int
+    tail: Tail
+
+    @property
+    def length(self) -> int:
+        """Tokens in all."""
+        return self.sealed_length + self.tail.length
+
+    def used_bytes(self) -> Counter[Tier]:
+        """Bytes of the sealed blocks by tier, as sealed."""
+        used: Counter[Tier] = Counter()
+        for run in self.runs:
+            used[run.tier] += run.nbytes
+        return used
+
+    def cropped_runs(self, length: int) -> tuple[BlockRun, ...]:
+        """The runs that hold the first `length` sealed tokens, the last of them shortened if need be."""
+        kept: list[BlockRun] = []
+        for run in self.runs:
+            if length > 0:
+                kept.append(replace(run, length=min(run.length, length)))
+            length -= run.length
+        return tuple(kept)
+
+    def selected_runs(self, rows: torch.Tensor) -> tuple[BlockRun, ...]:
+        """The runs as seen by a batch whose row `i` is the present row `rows[i]`; those sealed alike share an index."""
+        composed: dict[int, BlockRun] = {}
+        return tuple(
+            replace(run, rows=composed.setdefault(id(run.rows), run.with_rows(rows)).rows) for run in self.runs
+        )

@@ -1,0 +1,109 @@
+"""enable(model): a cache of its own for every `generate` of a model, pipelines included."""
+
+import inspect
+from types import MethodType, TracebackType
+from typing import TYPE_CHECKING, Any, Self, cast
+
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+
+from .cache import OffloadedNVMeCache
+from .errors import ConfigurationError
+
+if TYPE_CHECKING:  # importing it would start the compiler
+    from transformers import PreTrainedModel
+
+_SWITCHES = "_nvme_cache_switches"
+
+
+class Switch:
+    """What `enable` returns: turns it off again, by `disable()` or at the end of a `with`."""
+
+    def __init__(self, model: "PreTrainedModel", options: dict[str, Any]) -> None:
+        self._model: PreTrainedModel | None = model
+        self.options = options
+
+    def disable(self) -> None:
+        """Gives the model back its own `generate`, or the one an enclosing `enable` gave it. Safe to call again."""
+        model, self._model = self._model, None
+        if model is None:
+            return
+        switches: list[Switch] = vars(model)[_SWITCHES]
+        switches.remove(self)
+        if not switches:
+            del vars(model)[_SWITCHES], vars(model)["generate"]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.disable()
+
+
+def enable(model: "PreTrainedModel", **options: Any) -> Switch:
+    """Gives every `generate` of `model` an `OffloadedNVMeCache` of its own, also inside pipelines.
+
+    A cache the caller passes wins, and so do `use_cache=False` and `cache_implementation=...`. The cache is closed
+    when the call ends; if it is part of the output (`return_dict_in_generate=True`), when the output is gone. Nothing
+    but this model object changes, and `disable` undoes it exactly. Calls nest: the innermost options count.
+
+    Args:
+        model: A model that can generate.
+        options: Arguments of `OffloadedNVMeCache` but for `config`.
+
+    Returns:
+        A switch to turn it off, also usable in a `with` statement.
+
+    Raises:
+        ConfigurationError: `model` cannot generate, its `generate` was replaced by something else, or an option has a
+            value that cannot work.
+        OffloadDirectoryError: as `OffloadedNVMeCache`.
+
+    Example:
+        >>> with nvme_cache.enable(model, host_budget="8GiB"):
+        ...     pipe = pipeline("text-generation", model=model, tokenizer=tokenizer)
+        ...     answers = pipe(prompts, max_new_tokens=100)
+    """
+    if not callable(getattr(model, "generate", None)):
+        raise ConfigurationError(f"enable() needs a model that can generate, not {type(model).__name__}")
+    if "generate" in vars(model) and _SWITCHES not in vars(model):
+        raise ConfigurationError("this model object already has a generate of its own, put there by something else")
+    OffloadedNVMeCache(config=model.config, **options).close()  # wrong options fail here, not in the middle of a batch
+    switch = Switch(model, options)
+    vars(model).setdefault(_SWITCHES, []).append(switch)
+    # A bound method, so that a copied model generates with its own weights.
+    vars(model)["generate"] = MethodType(_generate, model)
+    return switch
+
+
+def _generate(model: "PreTrainedModel", *args: Any, **kwargs: Any) -> Any:
+    generate = cast(Any, type(model)).generate  # ours hides it on this object alone
+    name = cache_argument(model)
+    config = kwargs.get("generation_config") or model.generation_config
+    has_own = any(kwargs.get(known) is not None for known in ("cache", "past_key_values", "cache_implementation"))
+    use_cache = kwargs.get("use_cache", getattr(config, "use_cache", True))
+    if has_own or use_cache is False or config.cache_implementation is not None or not _takes_cache(model):
+        return generate(model, *args, **kwargs)
+    paged = OffloadedNVMeCache(config=model.config, **vars(model)[_SWITCHES][-1].options)
+    cache: Cache = paged
+    if model.config.is_encoder_decoder:
+        cache = EncoderDecoderCache(paged, DynamicCache(config=model.config.get_text_config(decoder=True)))
+    try:
+        output = generate(model, *args, **kwargs, **{name: cache})
+    except BaseException:
+        paged.close()
+        raise
+    if getattr(output, name, None) is not cache:
+        paged.close()
+    return output
+
+
+def _takes_cache(model: "PreTrainedModel") -> bool:
+    supports = getattr(model, "_supports_default_dynamic_cache", None)
+    return cache_argument(model) in inspect.signature(model.forward).parameters and (supports is None or supports())
+
+
+def cache_argument(model: "PreTrainedModel") -> str:
+    """What this transformers calls the cache: `cache` since 5.24, `past_key_values` before."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"

@@ -1,0 +1,249 @@
+"""Uses that transformers lets pass: each ends in a typed error or in the right text, never in wrong text."""
+
+import copy
+import pickle
+import threading
+
+import pytest
+import torch
+from transformers import DynamicCache, T5Config, T5ForConditionalGeneration
+
+from nvme_cache import CacheMisuseError
+from nvme_cache.integration import cache_argument
+
+from .conftest import tiny_model
+from .test_decoding import T5, prompt, tokens
+
+
+def stock_tokens(model, ids, **options):
+    return tokens(model, ids, DynamicCache(config=model.config), **options)
+
+
+def test_another_prompt_on_a_full_cache(make_cache):
+    model, cache = tiny_model(), None
+    cache = make_cache(config=model.config, block_size=16)
+    tokens(model, prompt(40), cache)
+    for other in (prompt(90) + 1, prompt(40) + 1, prompt(7) + 1):
+        with pytest.raises(CacheMisuseError, match=r"63 tokens of another prompt.*reset\(\)"):
+            tokens(model, other, cache)
+    cache.reset()
+    assert torch.equal(tokens(model, prompt(90) + 1, cache), stock_tokens(model, prompt(90) + 1))
+
+
+@pytest.mark.parametrize("length", [40, 30, 63])
+def test_a_prompt_that_is_cached_already_is_stepped_back_into(length, make_cache):
+    model = tiny_model()
+    cache = make_cache(config=model.config, block_size=16)
+    whole = tokens(model, prompt(40), cache)
+    again = whole[:, :length]
+    expected = stock_tokens(model, again)
+    assert torch.equal(tokens(model, again, cache), expected)
+
+
+def test_a_cached_prompt_that_a_sliding_layer_cannot_step_back_into(make_cache):
+    model = tiny_model("gemma3")
+    cache = make_cache(config=model.config, block_size=16)
+    tokens(model, prompt(40), cache)
+    with pytest.raises(CacheMisuseError, match="cannot step back"):
+        tokens(model, prompt(40), cache)
+
+
+def test_more_cached_than_passed_without_knowing_the_tokens(make_cache):
+    model = tiny_model()
+    cache = make_cache(config=model.config, block_size=16)
+    with torch.no_grad():
+        model(prompt(40), **{cache_argument(model): cache})
+    with pytest.raises(CacheMisuseError, match="holds 40 tokens, more than the 20 passed"):
+        tokens(model, prompt(20), cache)
+
+
+def test_new_tokens_with_a_mask_of_the_wrong_length(make_cache):
+    model = tiny_model()
+    cache = make_cache(config=model.config, block_size=16)
+    tokens(model, prompt(40), cache, max_new_tokens=5)
+    with pytest.raises(CacheMisuseError, match="mask covers 60 tokens, but 44 are cached and 3 new"):
+        tokens(model, prompt(3), cache, attention_mask=torch.ones(1, 60, dtype=torch.long))
+
+
+def test_use_cache_false(make_cache):
+    model = tiny_model()
+    with pytest.raises(CacheMisuseError, match="use_cache=False"):
+        tokens(model, prompt(40), make_cache(config=model.config), use_cache=False)
+
+
+def test_a_plain_cache_on_an_encoder_decoder(make_cache):
+    model = T5ForConditionalGeneration(T5Config(**T5)).eval()
+    with pytest.raises(CacheMisuseError, match="EncoderDecoderCache"):
+        tokens(model, prompt(20), make_cache(config=model.config))
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 3}, {"num_return_sequences": 2, "do_sample": True}])
+def test_a_warm_cache_is_not_expanded_by_itself(options, make_cache):
+    model = tiny_model()
+    cache = make_cache(config=model.config, block_size=16)
+    with torch.no_grad():
+        model(prompt(40), **{cache_argument(model): cache})
+    with pytest.raises(CacheMisuseError, match="batch_repeat_interleave"):
+        tokens(model, torch.cat([prompt(40), prompt(3)], dim=1), cache, **options)
+
+
+def test_another_model(make_cache):
+    cache = make_cache(block_size=16)
+    tokens(tiny_model(), prompt(20), cache, max_new_tokens=2)
+    other = tiny_model(num_key_value_heads=4)
+    with (
+        torch.no_grad(),
+        pytest.raises(CacheMisuseError, match=r"\(1, 2, 16, 2, 16\) but was given \(1, 4, 16, 4, 16\)"),
+    ):
+        other(prompt(3), **{cache_argument(other): cache})
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_an_interrupted_forward_is_taken_back(family, error, make_cache):
+    model = tiny_model(family)
+    cache = make_cache(config=model.config, block_size=16)
+    name = cache_argument(model)
+    layers = model.model.layers
+
+    def interrupt(*_):
+        raise error
+
+    expected, stock = [], DynamicCache(config=model.config)
+    with torch.no_grad():
+        for length in (40, 20, 1):
+            expected.append(model(prompt(length), **{name: stock}).logits)
+        assert torch.equal(model(prompt(40), **{name: cache}).logits, expected[0])
+
+        hook = layers[2].register_forward_pre_hook(interrupt)
+        with pytest.raises(error):
+            model(prompt(20), **{name: cache})
+        hook.remove()
+        with pytest.raises(CacheMisuseError, match=r"interrupted.*call the model again"):
+            model(prompt(20), **{name: cache})
+        assert torch.equal(model(prompt(20), **{name: cache}).logits, expected[1])
+        assert torch.equal(model(prompt(1), **{name: cache}).logits, expected[2])
+
+
+def test_an_interrupted_generate_may_simply_be_called_again(make_cache):
+    model = tiny_model()
+    cache = make_cache(config=model.config, block_size=16)
+    calls = []
+
+    def interrupt(*_):
+        calls.append(1)
+        if len(calls) == 8:
+            raise KeyboardInterrupt
+
+    hook = model.model.layers[2].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        tokens(model, prompt(40), cache)
+    hook.remove()
+    assert torch.equal(tokens(model, prompt(40), cache), stock_tokens(model, prompt(40)))
+
+
+def test_a_first_forward_that_was_interrupted(make_cache):
+    model = tiny_model()
+    cache = make_cache(config=model.config, block_size=16)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    hook = model.model.layers[2].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        tokens(model, prompt(40), cache)
+    hook.remove()
+    with pytest.raises(CacheMisuseError, match=r"first forward was interrupted.*reset\(\)"):
+        tokens(model, prompt(40), cache)
+    cache.reset()
+    assert torch.equal(tokens(model, prompt(40), cache), stock_tokens(model, prompt(40)))
+
+
+def test_two_threads_at_once(make_cache):
+    model = tiny_model()
+    cache = make_cache(config=model.config, block_size=16)
+    results, barrier = [], threading.Barrier(2)
+
+    def run():
+        barrier.wait()
+        try:
+            results.append(tokens(model, prompt(40), cache, max_new_tokens=60))
+        except CacheMisuseError:
+            results.append(None)
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    expected = stock_tokens(model, prompt(40), max_new_tokens=60)
+    assert len(results) == 2
+    assert any(result is None for result in results)
+    assert all(result is None or torch.equal(result, expected) for result in results)
+
+
+def test_a_generate_that_begins_between_another_threads_steps(make_cache):
+    model = tiny_model()
+    cache = make_cache(config=model.config, block_size=16)
+    paused, go_on = threading.Event(), threading.Event()
+    outcome = []
+
+    def pause(step, *_):
+        if cache.get_seq_length() > 50:
+            paused.set()
+            go_on.wait()
+
+    hook = model.register_forward_pre_hook(pause)
+    thread = threading.Thread(target=lambda: outcome.append(tokens(model, prompt(40), cache)))
+    thread.start()
+    paused.wait()
+    hook.remove()
+    with pytest.raises(CacheMisuseError, match="another thread"):
+        tokens(model, prompt(40), cache)
+    go_on.set()
+    thread.join()
+    assert torch.equal(outcome[0], stock_tokens(model, prompt(40)))
+
+
+@pytest.mark.parametrize("which", ["cache", "layer"])
+def test_pickling_is_refused_with_the_remedy(which, make_cache):
+    cache = make_cache(config=tiny_model().config)
+    with pytest.raises(TypeError, match="cannot be pickled"):
+        pickle.dumps(cache if which == "cache" else cache.layers[0])
+
+
+def test_a_copy_outlives_the_original_and_the_other_way_round(make_cache):
+    model = tiny_model()
+    for close_original in (True, False):
+        cache = make_cache(config=model.config, block_size=16)
+        with torch.no_grad():
+            model(prompt(70), **{cache_argument(model): cache})
+        copied = copy.deepcopy(cache)
+        assert copied.offload_path == cache.offload_path  # the blocks are shared, not copied
+        assert copied._pager.counters.written_bytes == 0
+        kept, closed = (copied, cache) if close_original else (cache, copied)
+        closed.close()
+        whole = torch.cat([prompt(70), prompt(5)], dim=1)
+        assert torch.equal(tokens(model, whole, kept), stock_tokens(model, whole))
+        kept.close()
+    assert not list(cache.offload_path.parent.iterdir())
+
+
+def test_keys_assigned_without_values(make_cache):
+    cache = make_cache(block_size=16)
+    cache.update(*torch.randn(2, 1, 2, 40, 16), 0)
+    cache.layers[0].keys = torch.zeros(1, 2, 5, 16)
+    with pytest.raises(CacheMisuseError, match="assign both"):
+        cache.update(*torch.randn(2, 1, 2, 1, 16), 0)
+
+
+def test_positive_crop(make_cache):
+    cache = make_cache(block_size=16)
+    cache.update(*torch.randn(2, 1, 2, 40, 16), 0)
+    with pytest.raises(ValueError, match=r"crop\(5\)"):
+        cache.crop(5)
+
+
+def test_linear_models_without_a_config(make_cache):
+    with pytest.raises(CacheMisuseError, match=r"config=model\.config"):
+        make_cache().update_conv_state(torch.zeros(1, 4, 4), 2)
