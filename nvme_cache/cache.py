@@ -101,7 +101,7 @@ class OffloadedNVMeCache(DynamicCache):
         self._grows = not stock
         self._successors: dict[int, int] = {}
         self._last_updated: int | None = None
-        self._busy = threading.Lock()
+        self._busy = threading.RLock()  # an interrupt that leaves it taken does not lock its own thread out
         self._forward = Forward()
         self._prompt = Prompt()
         self._was_passed = False
@@ -129,9 +129,12 @@ class OffloadedNVMeCache(DynamicCache):
                 self.layers.append(NVMeLayer(self._pager, len(self.layers)))
             layer = self.layers[layer_idx]
             self._forward.enter(layer_idx, _undo(layer), self)
-            if not isinstance(layer, NVMeLayer):
-                return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-            return self._update_paged(layer, key_states, value_states)
+            if isinstance(layer, NVMeLayer):
+                states = self._update_paged(layer, key_states, value_states)
+            else:
+                states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+            self._forward.leave(layer_idx)
+            return states
         finally:
             self._busy.release()
 
@@ -142,9 +145,10 @@ class OffloadedNVMeCache(DynamicCache):
             layer.prepare(key_states, value_states)
             self._prefetch_behind(layer)
             return layer.update(key_states, value_states)
-        except NVMeCacheError:
+        except BaseException as error:
             self._forward.roll_back()  # so that the same call may be made again
-            self._pager.flush()  # what was taken back leaves the drive once nothing writes or reads it
+            if isinstance(error, NVMeCacheError):
+                self._pager.flush()  # what was taken back leaves the drive once nothing writes or reads it
             raise
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -183,8 +187,10 @@ class OffloadedNVMeCache(DynamicCache):
         Also done when the cache is collected and when the process ends.
         """
         self._pager.close()
-        for layer in self._paged_layers().values():
-            layer.reset()
+        if self._busy.acquire(blocking=False):  # else another thread is about to learn that the cache is closed
+            for layer in self._paged_layers().values():
+                layer.reset()
+            self._busy.release()
 
     def memory_usage(self) -> dict[str, int]:
         """Bytes of keys and values by tier: sealed blocks where they were placed, tails in `device`."""
@@ -249,7 +255,7 @@ class OffloadedNVMeCache(DynamicCache):
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         memo[id(self._pager)] = self._pager.fork()
-        fresh = {"_busy": threading.Lock(), "_forward": Forward()}
+        fresh = {"_busy": threading.RLock(), "_forward": Forward()}
         for name, value in vars(self).items():
             setattr(copied, name, fresh[name] if name in fresh else copy.deepcopy(value, memo))
         return copied

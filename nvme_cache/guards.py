@@ -7,7 +7,7 @@ is the one sign that a new call begins, and the order in which layers are update
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -119,26 +119,29 @@ class Prompt:
 
 
 class Forward:
-    """The forward pass under way: which layers it has updated, how to take that back, and in which thread it runs."""
+    """Tells whole forward passes from broken ones by the layers they update, and takes broken ones back.
+
+    An interrupt may come between any two steps here; a layer counts as reached only once its update is done.
+    """
 
     def __init__(self) -> None:
-        self._undo: dict[int, Callable[[], None]] = {}
-        self._last_layer: int | None = None  # where complete forwards end
+        self._current = _Pass()
+        self._last_layer: int | None = None  # where whole forwards end
         self._highest_layer = -1
-        self._latest: int | None = None
         self._thread = threading.get_ident()
 
     @property
     def is_broken(self) -> bool:
         """Whether the forward ended before the layer that forwards end with. True also while one is under way."""
-        return bool(self._undo) and self._last_layer is not None and self._latest != self._last_layer
+        current = self._current
+        return bool(current.undo) and self._last_layer is not None and current.reached != self._last_layer
 
     def enter(self, layer_idx: int, undo: Callable[[], None], owner: object) -> None:
         """Notes that a layer is about to be updated.
 
         Args:
             layer_idx: The layer.
-            undo: Takes the update back.
+            undo: Takes the update back, as far as it was made.
             owner: The cache, to see whether another thread is generating with it.
 
         Raises:
@@ -146,47 +149,56 @@ class Forward:
                 using the cache.
         """
         self.check_thread(owner)
-        if layer_idx in self._undo:  # a new forward begins
+        if layer_idx in self._current.undo:  # a new forward begins
             if self.is_broken:
                 self.roll_back()
                 raise CacheMisuseError(
                     "the last forward was interrupted before it reached every layer. Its tokens have been taken back: "
                     "the cache is as it was before it; call the model again."
                 )
-            self._last_layer = self._latest
-            self._highest_layer = max(self._highest_layer, *self._undo)
-            self._undo.clear()
+            self._last_layer = self._current.reached
+            self._highest_layer = max(self._highest_layer, *self._current.undo)
+            self._current = _Pass()
         elif self._last_layer is not None and layer_idx > self._highest_layer:
             raise CacheMisuseError(
                 f"layer {layer_idx} was never reached before: the first forward was interrupted. Call reset() and "
                 "start again."
             )
-        self._latest = layer_idx
-        self._undo[layer_idx] = undo
+        self._current.undo[layer_idx] = undo
+
+    def leave(self, layer_idx: int) -> None:
+        """Notes that a layer has been updated."""
+        self._current.reached = layer_idx
 
     def check_thread(self, owner: object) -> None:
         """Takes the cache over for this thread.
 
         Raises:
-            CacheMisuseError: another thread is generating with it, or in the middle of a forward.
+            CacheMisuseError: another thread is generating with it.
         """
         thread = threading.get_ident()
-        if thread != self._thread and self._undo and _is_generating(self._thread, owner):
+        if thread != self._thread and self._current.undo and _is_generating(self._thread, owner):
             raise CacheMisuseError("this cache is in use by another thread; give each thread a cache of its own")
         self._thread = thread
 
     def roll_back(self) -> None:
         """Takes back what the forward under way has done."""
-        while self._undo:
-            _, undo = self._undo.popitem()
+        for undo in self._current.undo.values():
             undo()
-        self._latest = self._last_layer
+        self._current = _Pass()
 
     def reset(self) -> None:
         """Forgets all forwards."""
-        self._undo.clear()
-        self._last_layer = self._latest = None
-        self._highest_layer = -1
+        self._current = _Pass()
+        self._last_layer, self._highest_layer = None, -1
+
+
+@dataclass(slots=True)
+class _Pass:
+    """One forward: how to take back the update of each layer, and the last layer whose update is done."""
+
+    undo: dict[int, Callable[[], None]] = field(default_factory=dict)
+    reached: int | None = None
 
 
 def _is_generating(thread: int, cache: object) -> bool:

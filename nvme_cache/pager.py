@@ -216,12 +216,17 @@ class Pager:
         slot.lay_out(spec, batch_size, capacity)
         reads, residents = fetch.plan(slot, runs)
         after = lane.transfer.mark()
-        if residents:
-            slot.tasks.append(self._readers.submit(fetch.copy_all, residents, lane.transfer, after))
-        for group in fetch.split(reads, self._io_threads):
-            slot.tasks.append(
-                self._readers.submit(fetch.read_all, group, lane.transfer, lane.staging, after, self._verify)
-            )
+        try:
+            if residents:
+                slot.tasks.append(self._readers.submit(fetch.copy_all, residents, lane.transfer, after))
+            for group in fetch.split(reads, self._io_threads):
+                slot.tasks.append(
+                    self._readers.submit(fetch.read_all, group, lane.transfer, lane.staging, after, self._verify)
+                )
+        except BaseException:
+            slot.abandon()
+            self.check()  # another thread may have closed the cache
+            raise
         self.counters.read_bytes += sum(read.section.nbytes for read in reads)
         return Lease(slot, slot.tenancy)
 

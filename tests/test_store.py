@@ -6,7 +6,9 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from nvme_cache import (
     ConfigurationError,
     OffloadDirectoryError,
     OffloadedNVMeCache,
+    ShardIOError,
     StorageFullError,
 )
 
@@ -27,6 +30,7 @@ GENERATE_FOREVER = """
     cache = OffloadedNVMeCache(offload_dir=sys.argv[1], block_size=16, host_budget=0)
     states = torch.randn(2, 1, 2, 64, 16)
     cache.update(*states, 0)
+    cache.update(*torch.randn(2, 1, 2, 1, 16), 0)  # waits until the shard is written
     print("ready", flush=True)
     while True:
         cache.update(*torch.randn(2, 1, 2, 1, 16), 0)
@@ -101,12 +105,61 @@ def test_every_ordinary_end_leaves_nothing(ending, offload_dir):
 
 
 def test_foreign_files_are_left_alone(offload_dir):
-    for name in ("nvme-cached-notes", "model.safetensors"):
+    """Also what looks like ours: an unpacked copy of this project, a folder of our name with someone's file in it."""
+    for name in ("nvme-cached-notes", "model.safetensors", "nvme-cache-12-abcdefgh"):
         (offload_dir / name).write_text("mine")
-    (offload_dir / "other").mkdir()
-    before = sorted(offload_dir.iterdir())
+    for name in ("other", "nvme-cache-main", "nvme-cache-34-abcdefgh", "nvme-cache-56-abcdefgh"):
+        (offload_dir / name).mkdir()
+        (offload_dir / name / "thesis.txt").write_text("mine")
+    (offload_dir / "nvme-cache-56-abcdefgh" / "lock").touch()
+    (offload_dir / "nvme-cache-78-abcdefgh").symlink_to(offload_dir / "other")
+    before = sorted(path.read_text() for path in offload_dir.rglob("*") if path.is_file())
     OffloadedNVMeCache(offload_dir=offload_dir).close()
-    assert sorted(offload_dir.iterdir()) == before
+    assert sorted(path.read_text() for path in offload_dir.rglob("*") if path.is_file()) == [
+        text for text in before if text
+    ]
+
+
+def test_a_folder_whose_maker_died_before_locking_it_is_removed(offload_dir):
+    (offload_dir / "nvme-cache-12-abcdefgh").mkdir()
+    OffloadedNVMeCache(offload_dir=offload_dir).close()
+    assert list(offload_dir.iterdir()) == []
+
+
+def test_a_relative_folder_stays_where_it_is_when_the_process_moves(offload_dir, monkeypatch):
+    monkeypatch.chdir(offload_dir.parent)
+    cache = OffloadedNVMeCache(offload_dir="offload", block_size=16, host_budget=0)
+    states = torch.randn(2, 1, 2, 64, 16)
+    cache.update(*states, 0)
+    monkeypatch.chdir("/")
+    assert torch.equal(cache.update(*torch.zeros(2, 1, 2, 1, 16), 0)[0][:, :, :64], states[0])
+    cache.update(*states, 0)
+    cache.close()
+    assert list(offload_dir.iterdir()) == []
+
+
+def test_an_ended_forked_child_does_not_give_up_the_parents_lock(offload_dir):
+    """Whatever the child does to its copy of the cache, a third process must find the parent's folder locked."""
+    program = """
+        import os, sys, torch
+        from nvme_cache import OffloadedNVMeCache
+        cache = OffloadedNVMeCache(offload_dir=sys.argv[1], block_size=16, host_budget=0)
+        cache.update(*torch.randn(2, 1, 2, 64, 16), 0)
+        cache.update(*torch.randn(2, 1, 2, 1, 16), 0)
+        if os.fork() == 0:
+            cache.close()
+            del cache
+            sys.exit()
+        os.wait()
+        if os.fork() == 0:
+            os.execv(sys.executable, [sys.executable, "-c", "import sys; from nvme_cache import OffloadedNVMeCache; "
+                                      "OffloadedNVMeCache(offload_dir=sys.argv[1])", sys.argv[1]])
+        os.wait()
+        assert list(cache.offload_path.glob("*.safetensors"))
+        assert cache.update(*torch.randn(2, 1, 2, 1, 16), 0)[0].shape[2] == 66
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program), offload_dir], check=True)
+    assert list(offload_dir.iterdir()) == []
 
 
 def test_many_processes_start_and_die_at_once(offload_dir):
@@ -200,13 +253,14 @@ def test_a_read_only_folder(tmp_path):
         ("host_budget", None),
         ("host_budget", 1.5),
         ("disk_budget", -5),
+        ("offload_dir", ""),
         ("prefetch_depth", -1),
         ("io_threads", 0),
     ],
 )
 def test_nonsense_arguments_name_the_value_before_anything_is_made(name, value, offload_dir):
     with pytest.raises(ConfigurationError, match=f"{name}={value!r}"):
-        OffloadedNVMeCache(offload_dir=offload_dir, **{name: value})
+        OffloadedNVMeCache(**({"offload_dir": offload_dir} | {name: value}))
     assert list(offload_dir.iterdir()) == []
 
 
@@ -251,20 +305,22 @@ def test_a_full_drive_says_so_once_and_the_write_is_tried_again(make_cache, monk
         write_all(*arguments)
 
     monkeypatch.setattr(io, "write_all", maybe)
-    cache.update(*states, 0)
-    token = torch.zeros(2, 1, 2, 1, 16)
-    with pytest.raises(StorageFullError, match=r"no room for shard .*Nothing is lost"):
-        for _ in range(2):
-            cache.update(*token, 0)
+    for layer_idx in range(3):
+        cache.update(*states, layer_idx)
+    cache._pager.flush()
     full[0] = False
-    for _ in range(20):  # the retry under way when the space came may fail once more
+    token = torch.zeros(2, 1, 2, 1, 16)
+    errors = []
+    for _ in range(4):
         try:
-            keys, _ = cache.update(*token, 0)
-            break
-        except StorageFullError:
-            time.sleep(0.01)
+            for layer_idx in range(3):
+                keys, _ = cache.update(*token, layer_idx)
+        except StorageFullError as error:
+            errors.append(str(error))
+    assert len(errors) == 1  # for three shards and the fetches that waited for them
+    assert "no room for shard" in errors[0] and "Nothing is lost" in errors[0]
     assert torch.equal(keys[:, :, :64], states[0])
-    assert keys.shape[2] == 65
+    assert keys.shape[2] == 67
 
 
 def test_a_full_drive_never_hangs_a_prompt_that_waits_for_buffers(make_cache, monkeypatch):
@@ -276,6 +332,56 @@ def test_a_full_drive_never_hangs_a_prompt_that_waits_for_buffers(make_cache, mo
     with pytest.raises(StorageFullError):
         for layer_idx in range(50):
             cache.update(*torch.randn(2, 1, 2, 64, 16), layer_idx)
+
+
+def test_any_failure_of_the_write_thread_is_typed_and_hangs_nothing(make_cache, monkeypatch):
+    def fail(*_):
+        raise MemoryError("no memory for a header")
+
+    cache = make_cache(block_size=16)
+    monkeypatch.setattr("nvme_cache.io.write_all", fail)
+    with pytest.raises(ShardIOError, match="no memory for a header"):
+        for layer_idx in range(50):
+            cache.update(*torch.randn(2, 1, 2, 64, 16), layer_idx)
+
+
+def test_closing_in_another_thread_hangs_nothing(make_cache):
+    for _ in range(20):
+        cache = make_cache(block_size=16)
+        for layer_idx in range(4):
+            cache.update(*torch.randn(2, 1, 2, 200, 16), layer_idx)
+        closing = threading.Timer(0.01, cache.close)
+        closing.start()
+        with pytest.raises(CacheClosedError):
+            while True:
+                for layer_idx in range(4):
+                    cache.update(*torch.randn(2, 1, 2, 1, 16), layer_idx)
+        closing.join()
+
+
+def test_a_closed_cache_holds_no_memory(make_cache):
+    cache = make_cache(block_size=16, host_budget=1 << 30)
+    for layer_idx in range(3):
+        cache.update(*torch.randn(2, 1, 2, 200, 16), layer_idx)
+    blocks = weakref.ref(cache.layers[0]._history.runs[0].blocks.keys)
+    cache.close()
+    assert blocks() is None
+    assert set(cache.memory_usage().values()) == {0}
+
+
+def test_few_descriptors_are_shared_by_all_caches(make_cache, monkeypatch):
+    monkeypatch.setattr("nvme_cache.io.open_file_allowance", lambda: 3)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    caches = [make_cache(block_size=16) for _ in range(3)]
+    states = torch.randn(2, 1, 2, 64, 16)
+    for cache in caches:
+        for layer_idx in range(4):
+            cache.update(*states, layer_idx)
+        cache._pager.flush()
+    assert len(list(Path("/proc/self/fd").iterdir())) - before <= 3 + len(caches)  # and a lock each
+    for cache in caches:
+        for layer_idx in range(4):
+            assert torch.equal(cache.update(*torch.zeros(2, 1, 2, 1, 16), layer_idx)[0][:, :, :64], states[0])
 
 
 def test_a_folder_that_takes_no_bytes_is_refused_and_left_clean(offload_dir, monkeypatch):
