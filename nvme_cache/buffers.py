@@ -1,8 +1,8 @@
 """Host memory that drives and accelerators can move bytes to and from."""
 
 import mmap
+import weakref
 from collections import deque
-from collections.abc import Sequence
 from threading import Condition
 
 import torch
@@ -59,6 +59,8 @@ def _map_private(nbytes: int) -> mmap.mmap:
 class StagingPool:
     """A bounded set of staging buffers; `acquire` waits when all are travelling, which bounds memory.
 
+    A buffer that is lost on the way, to an interrupt say, makes room for another when it is collected.
+
     Args:
         count: How many buffers may exist.
         nbytes: Usual size of a buffer in bytes; a larger request replaces a buffer by a larger one.
@@ -66,9 +68,10 @@ class StagingPool:
     """
 
     def __init__(self, count: int, nbytes: int, *, pin: bool) -> None:
+        self._count = count
         self._nbytes = nbytes
         self._pin = pin
-        self._unmade = count
+        self._made: weakref.WeakSet[HostBuffer] = weakref.WeakSet()
         self._free: deque[tuple[HostBuffer, torch.Event | None]] = deque()
         self._failure: Exception | None = None
         self._changed = Condition()
@@ -80,51 +83,24 @@ class StagingPool:
             Exception: the failure that keeps buffers from coming back, as given to `fail`.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._free or self._unmade or self._failure)
-            if not self._free and not self._unmade:
-                assert self._failure is not None
-                raise self._failure
-            if self._free:
-                buffer, event = self._free.popleft()
-            else:
-                self._unmade -= 1
-                buffer, event = None, None
-        try:
-            if event is not None:
-                event.synchronize()  # the device may still be copying from or to these bytes
-            if buffer is None or buffer.nbytes < nbytes:
-                return HostBuffer(max(nbytes, self._nbytes), pin=self._pin)
-        except BaseException:
-            self._put_back(buffer, event)
-            raise
-        return buffer
-
-    def acquire_all(self, sizes: Sequence[int]) -> list[HostBuffer]:
-        """One buffer for each of `sizes`, or none at all.
-
-        Raises:
-            Exception: as `acquire`.
-        """
-        buffers: list[HostBuffer] = []
-        try:
-            for nbytes in sizes:
-                buffers.append(self.acquire(nbytes))
-        except BaseException:
-            for buffer in buffers:
-                self.release(buffer)
-            raise
-        return buffers
+            self._changed.wait_for(lambda: self._free or len(self._made) < self._count or self._failure)
+            if not self._free:
+                if len(self._made) >= self._count and self._failure is not None:
+                    raise self._failure
+                return self._make(nbytes)
+            buffer, event = self._free.popleft()
+        if event is not None:
+            event.synchronize()  # the device may still be copying from or to these bytes
+        if buffer.nbytes >= nbytes:
+            return buffer
+        del buffer
+        with self._changed:
+            return self._make(nbytes)
 
     def release(self, buffer: HostBuffer, event: torch.Event | None = None) -> None:
         """Takes `buffer` back; it is handed out again once `event` has passed."""
-        self._put_back(buffer, event)
-
-    def _put_back(self, buffer: HostBuffer | None, event: torch.Event | None) -> None:
         with self._changed:
-            if buffer is None:
-                self._unmade += 1
-            else:
-                self._free.append((buffer, event))
+            self._free.append((buffer, event))
             self._changed.notify()
 
     def fail(self, failure: Exception | None) -> None:
@@ -132,3 +108,14 @@ class StagingPool:
         with self._changed:
             self._failure = failure
             self._changed.notify_all()
+
+    def _make(self, nbytes: int) -> HostBuffer:
+        buffer = HostBuffer(max(nbytes, self._nbytes), pin=self._pin)
+        self._made.add(buffer)
+        weakref.finalize(buffer, _notify, self._changed).atexit = False
+        return buffer
+
+
+def _notify(changed: Condition) -> None:
+    with changed:
+        changed.notify()

@@ -270,18 +270,12 @@ class Pager:
         shard = self._store.new_shard(layer_idx, first_token, (keys, values))
         staging = self._lane(states[0][0].device).staging
         began = time.perf_counter()
-        buffers = staging.acquire_all([keys.padded_nbytes, values.padded_nbytes])
+        buffers = [staging.acquire(section.padded_nbytes) for section in shard.sections]
         self.counters.stall_s += time.perf_counter() - began
-        try:
-            targets = [
-                buffer.tensor(section.shape, section.dtype)
-                for buffer, section in zip(buffers, shard.sections, strict=True)
-            ]
-            self._writer.submit(Write(shard, staging, buffers, states, self._pack(targets, states)))
-        except BaseException:
-            for buffer in buffers:
-                staging.release(buffer, self._lane(states[0][0].device).transfer.record())
-            raise
+        targets = [
+            buffer.tensor(section.shape, section.dtype) for buffer, section in zip(buffers, shard.sections, strict=True)
+        ]
+        self._writer.submit(Write(shard, staging, buffers, states, self._pack(targets, states)))
         return shard
 
     def _keep(

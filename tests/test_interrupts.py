@@ -1,5 +1,6 @@
 """Ctrl-C at any line of the package leaves the cache as it was before the forward, able to go on, hanging nowhere."""
 
+import linecache
 import sys
 from pathlib import Path
 
@@ -21,7 +22,10 @@ def interrupted_at(line, function):
         nonlocal count
         if not frame.f_code.co_filename.startswith(PACKAGE):
             return None
-        if event == "line":
+        # A `with` is traced once more when it ends, before it lets go; a signal never comes just there.
+        if event == "line" and not linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip().startswith(
+            "with"
+        ):
             count += 1
             if count == line:
                 sys.settrace(None)
