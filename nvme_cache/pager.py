@@ -253,6 +253,7 @@ class Pager:
         for task in slot.tasks:
             self._lane(device).transfer.wait(task.result())
         slot.tasks = []
+        self._lane(device).slots.trim(slot)
         return True
 
     def _lane(self, device: torch.device) -> "_Lane":

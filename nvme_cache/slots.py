@@ -16,7 +16,7 @@ from .buffers import HostBuffer
 from .io import ALIGNMENT, round_up
 from .transfer import Transfer
 
-_STALE_AFTER = 1000  # acquisitions: a slot left over for tens of decode steps is given up
+_WINDOW = 512  # updates: slots that no holder has made necessary for one or two of these are given up
 
 
 class Slot:
@@ -30,7 +30,6 @@ class Slot:
         tasks: What is still filling the slot; each resolves to the event behind its copies.
         tenancy: Changes whenever the slot passes to another layer.
         is_abandoned: Whether the layer it is being filled for no longer wants it.
-        last_acquired: When the pool last gave it to a layer, counted in acquisitions.
     """
 
     def __init__(self, transfer: Transfer) -> None:
@@ -41,7 +40,6 @@ class Slot:
         self._storage = self._buffer.untyped_storage()
         self._own_references = sys.maxsize
         self.tenancy = self.filled = self.exposed = self.capacity = 0
-        self.last_acquired = 0
         self.is_abandoned = False
         self.tasks: list[Future[torch.Event | None]] = []
 
@@ -179,7 +177,7 @@ class SlotPool:
         self._transfer = transfer
         self._count = count
         self._slots: list[Slot] = []
-        self._acquisitions = 0
+        self._calls = self._held = self._held_before = 0
 
     def acquire(self, keep: Slot | None, *, steal: bool) -> Slot | None:
         """A slot to lay out: one whose layer is done with it, else a new one.
@@ -191,8 +189,6 @@ class SlotPool:
         Returns:
             The slot, or None if all are being filled and none may be stolen.
         """
-        self._acquisitions += 1
-        self._drop_stale(keep)
         available = [slot for slot in self._slots if slot is not keep and not slot.is_shared()]
         idle = [slot for slot in available if slot.is_idle]
         if idle:
@@ -205,14 +201,25 @@ class SlotPool:
         else:
             return None
         slot.settle()  # copies that an earlier layer no longer waits for may be under way
-        slot.last_acquired = self._acquisitions
         return slot
 
-    def _drop_stale(self, keep: Slot | None) -> None:
-        """Gives up slots made while others were held by someone outside, once that has not happened for long."""
-        fresh = self._acquisitions - _STALE_AFTER
-        stale = [slot for slot in self._slots[self._count :] if slot.last_acquired < fresh and slot is not keep]
-        self._slots = [slot for slot in self._slots if slot not in stale or not slot.is_idle]
+    def trim(self, keep: Slot) -> None:
+        """Gives up slots that were made while others were held, once that has not been needed for a while.
+
+        Args:
+            keep: A slot in use.
+        """
+        held = sum(slot.is_shared() for slot in self._slots)
+        if self._calls % _WINDOW == 0:
+            self._held_before, self._held = self._held, 0
+        self._calls += 1
+        self._held = max(self._held, held)
+        surplus = len(self._slots) - self._count - max(self._held, self._held_before)
+        spare = [slot for slot in self._slots if slot is not keep and slot.is_idle and not slot.is_shared()]
+        for slot in spare[: max(0, surplus)]:
+            slot.abandon()
+            slot.settle()
+            self._slots.remove(slot)
 
     def wait(self) -> None:
         """Waits until nothing is filling any slot."""

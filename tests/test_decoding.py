@@ -296,8 +296,42 @@ def test_ddp_data_and_config_in_its_place(make_cache, offload_dir):
     for ours, theirs in zip(rebuilt, stock, strict=True):
         assert all(map(torch.equal, ours[:2], theirs[:2]))
     rebuilt.close()
+    sliding = tiny_model("gemma3")
+    stock = DynamicCache(config=sliding.config)
+    tokens(sliding, prompt(40), stock)
+    with OffloadedNVMeCache(list(stock), offload_dir=offload_dir, host_budget=0, block_size=16) as rebuilt:
+        again = DynamicCache(list(stock))
+        for ours, theirs in zip(rebuilt, again, strict=True):
+            assert all(map(torch.equal, ours[:2], theirs[:2]))
     with OffloadedNVMeCache(model.config, offload_dir=offload_dir, offloading=False) as cache:
         assert len(cache) == 4
+
+
+def test_selecting_no_rows_leaves_nothing(make_cache):
+    cache = make_cache(block_size=16)
+    cache.update(*torch.randn(2, 2, 2, 40, 16), 0)
+    cache.batch_select_indices(torch.tensor([], dtype=torch.long))
+    assert cache.get_seq_length() == 0
+    states = torch.randn(2, 3, 2, 5, 16)
+    assert all(map(torch.equal, cache.update(*states, 0), states))
+
+
+def test_values_of_no_width(make_cache):
+    cache, stock = make_cache(block_size=16), DynamicCache()
+    for length in (40, 1, 1):
+        states = torch.randn(1, 2, length, 64), torch.empty(1, 2, length, 0)
+        assert all(map(torch.equal, cache.update(*states, 0), stock.update(*states, 0)))
+
+
+def test_discarded_copies_leave_the_budgets_alone(make_cache):
+    cache = make_cache(block_size=16, host_budget=64 * 4 * 256)
+    cache.update(*torch.randn(2, 1, 2, 64, 16), 0)
+    for _ in range(5):
+        copy.deepcopy(cache.layers[0])
+    cache.reset()
+    cache.update(*torch.randn(2, 1, 2, 64, 16), 0)
+    assert cache.memory_usage()["nvme"] == 64 * 256 - cache.memory_usage()["host"]
+    assert cache.memory_usage()["host"] == 64 * 4 * 256 // 64 // (16 * 256) * 16 * 256
 
 
 def test_asking_reads_nothing(make_cache):

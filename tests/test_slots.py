@@ -1,5 +1,7 @@
 """What `update` returns stays as it is until that layer's next update, whoever holds it, whatever is fetched."""
 
+import weakref
+
 import pytest
 import torch
 from transformers import DynamicCache
@@ -79,3 +81,50 @@ def test_layers_of_different_shapes_share_slots(make_cache):
             states = torch.randn(1, heads, length, width), torch.randn(1, heads, length, width // 2)
             for ours, theirs in zip(cache.update(*states, layer_idx), stock.update(*states, layer_idx), strict=True):
                 assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("prefetch_depth", [0, 1, 3])
+def test_no_more_slots_than_asked_for(prefetch_depth, make_cache):
+    """Also right after a fetch: what fills a slot must have let go of it by then."""
+    for _ in range(20):
+        cache = make_cache(block_size=16, prefetch_depth=prefetch_depth)
+        for step in steps(8, [40, 1, 1, 1]):
+            for layer_idx, states in enumerate(step):
+                cache.update(*states, layer_idx)
+            cache.reorder_cache(torch.tensor([0]))
+        (lane,) = cache._pager._lanes.values()
+        assert len(lane.slots._slots) <= prefetch_depth + 1
+
+
+def test_slots_made_for_a_holder_are_given_up_when_nobody_holds_any(make_cache, monkeypatch):
+    monkeypatch.setattr("nvme_cache.slots._WINDOW", 16)
+    cache = make_cache(block_size=16, prefetch_depth=1)
+    for step in steps(8, [40, 1]):
+        held = [cache.update(*states, layer_idx) for layer_idx, states in enumerate(step)]
+    (lane,) = cache._pager._lanes.values()
+    assert len(lane.slots._slots) >= 8
+    del held
+    for step in steps(8, [1] * 10):
+        for layer_idx, states in enumerate(step):
+            cache.update(*states, layer_idx)
+    assert len(lane.slots._slots) == 2
+
+
+def test_growing_a_slot_lets_go_of_the_old_memory_first(make_cache, monkeypatch):
+    from nvme_cache import slots
+
+    cache = make_cache(block_size=16, prefetch_depth=0)
+    cache.update(*torch.randn(2, 1, HEADS, 40, WIDTH), 0)
+    cache.update(*torch.randn(2, 1, HEADS, 1, WIDTH), 0)
+    (lane,) = cache._pager._lanes.values()
+    old = weakref.ref(lane.slots._slots[0]._host)
+    alive = []
+    allocate = slots.HostBuffer
+
+    def watched(nbytes):
+        alive.append(old())
+        return allocate(nbytes)
+
+    monkeypatch.setattr(slots, "HostBuffer", watched)
+    cache.update(*torch.randn(2, 1, HEADS, 400, WIDTH), 0)
+    assert alive == [None]

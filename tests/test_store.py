@@ -297,27 +297,29 @@ def test_a_full_drive_says_so_once_and_the_write_is_tried_again(make_cache, monk
 
     cache = make_cache(block_size=16)
     states = torch.randn(2, 1, 2, 64, 16)
-    write_all, full = io.write_all, [True]
+    write_all, full, may_fail = io.write_all, [True], threading.Event()
 
     def maybe(*arguments):
+        may_fail.wait()
         if full[0]:
             raise OSError(28, "No space left on device")
         write_all(*arguments)
 
     monkeypatch.setattr(io, "write_all", maybe)
-    for layer_idx in range(3):
+    for layer_idx in range(2):
         cache.update(*states, layer_idx)
+    may_fail.set()
     cache._pager.flush()
     full[0] = False
     token = torch.zeros(2, 1, 2, 1, 16)
     errors = []
     for _ in range(4):
         try:
-            for layer_idx in range(3):
+            for layer_idx in range(2):
                 keys, _ = cache.update(*token, layer_idx)
         except StorageFullError as error:
             errors.append(str(error))
-    assert len(errors) == 1  # for three shards and the fetches that waited for them
+    assert len(errors) == 1  # for two shards and the fetches that waited for them
     assert "no room for shard" in errors[0] and "Nothing is lost" in errors[0]
     assert torch.equal(keys[:, :, :64], states[0])
     assert keys.shape[2] == 67
