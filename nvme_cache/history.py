@@ -22,7 +22,9 @@ class Tail:
 
     def __init__(self, spec: LayerSpec, batch_size: int, capacity: int, device: torch.device) -> None:
         def buffer(kind: StateSpec) -> torch.Tensor:
-            return torch.empty((batch_size, kind.num_heads, capacity, kind.head_dim), dtype=kind.dtype, device=device)
+            # Tokens side by side in memory: only as many pages are touched as there are tokens.
+            shape = (capacity, batch_size, kind.num_heads, kind.head_dim)
+            return torch.empty(shape, dtype=kind.dtype, device=device).permute(1, 2, 0, 3)
 
         self.length = 0
         with torch.inference_mode(False):  # a buffer born in inference mode could not be written outside it
