@@ -1,15 +1,28 @@
 # What a fresh clone needs is made on first use: .venv (this package and its tools) and .models (a small real model).
 PYTHON ?= python3
-MODEL ?= .models/SmolLM2-135M-Instruct
+MODEL ?= # The oldest transformers that pyproject.toml admits, all else as in .venv.
+.venv-floor/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-floor
+	sed 's/^transformers==.*/transformers==5.17.0/; /^huggingface_hub==/d' constraints.txt > .venv-floor/constraints.txt
+	.venv-floor/bin/python -m pip install --quiet --constraint .venv-floor/constraints.txt --editable '.[dev]'
+	touch $@
+
+.models/SmolLM2-135M-Instruct
 BIN := .venv/bin
 
-.PHONY: demo test lint
+.PHONY: demo test test-slow test-floor lint
 
 demo: .venv/installed $(MODEL)
 	$(BIN)/nvme-cache demo --model $(MODEL)
 
 test: .venv/installed
 	$(BIN)/python -m pytest
+
+test-slow: .venv/installed
+	$(BIN)/python -m pytest -m slow
+
+test-floor: .venv-floor/installed
+	.venv-floor/bin/python -m pytest
 
 lint: .venv/installed
 	$(BIN)/ruff check .

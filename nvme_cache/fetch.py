@@ -98,9 +98,9 @@ def split(reads: Sequence[Read], count: int) -> list[list[Read]]:
 
 
 def read_all(
-    reads: Sequence[Read], transfer: Transfer, staging: StagingPool, after: torch.Event | None, verify: bool
+    reads: list[Read], transfer: Transfer, staging: StagingPool, after: torch.Event | None, verify: bool
 ) -> torch.Event | None:
-    """Reads sections into their slot, the copies not before `after`.
+    """Reads sections into their slot, the copies not before `after`, and empties `reads`.
 
     Returns:
         The event behind the last copy.
@@ -110,7 +110,8 @@ def read_all(
         NotWrittenError: a shard could not be written in the first place.
     """
     event = None
-    for read in reads:
+    while reads:  # a task that is done must hold no shard: its file may have to go now
+        read = reads.pop(0)
         try:
             read.shard.written.result()
         except NVMeCacheError as error:
