@@ -4,7 +4,7 @@ import copy
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self, cast
@@ -170,10 +170,10 @@ class OffloadedNVMeCache(DynamicCache):
         if (batch_size := self._known_batch_size()) is not None:
             self._select_rows(torch.arange(batch_size).repeat_interleave(repeats))
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
+    def batch_select_indices(self, indices: torch.Tensor | Sequence[int]) -> None:
         """Keeps the batch rows at `indices`, in that order; a mask works too."""
         if (batch_size := self._known_batch_size()) is not None:
-            self._select_rows(torch.arange(batch_size)[indices.cpu()])
+            self._select_rows(torch.arange(batch_size)[torch.as_tensor(indices).cpu()])
 
     def reset(self) -> None:
         """Forgets every token; the cache may then be used for another prompt."""

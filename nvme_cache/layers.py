@@ -1,6 +1,7 @@
 """NVMeLayer: one full-attention layer of the cache, its sealed runs and its tail."""
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -169,9 +170,10 @@ class NVMeLayer(CacheLayerMixin):
         if self.is_initialized:
             self._select_rows(torch.arange(self.batch_size).repeat_interleave(repeats))
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keeps the batch rows at `indices`, in that order."""
-        self._select_rows(indices)
+    def batch_select_indices(self, indices: torch.Tensor | Sequence[int]) -> None:
+        """Keeps the batch rows at `indices`, in that order; a mask works too."""
+        if self.is_initialized:
+            self._select_rows(torch.arange(self.batch_size)[torch.as_tensor(indices).cpu()])
 
     def reset(self) -> None:
         """Forgets every token."""

@@ -309,6 +309,17 @@ def test_ddp_data_and_config_in_its_place(make_cache, offload_dir):
         assert len(cache) == 4
 
 
+@pytest.mark.parametrize("rows", [(0, 2), [2], torch.tensor([2, 2, 1]), torch.tensor([True, False, True])], ids=str)
+@pytest.mark.parametrize("of", ["cache", "layer"])
+def test_rows_may_be_named_as_any_index(rows, of, make_cache):
+    cache, stock = make_cache(block_size=16), DynamicCache()
+    for either in (cache, stock):
+        torch.manual_seed(0)
+        either.update(*torch.randn(2, 3, 2, 40, 16), 0)
+        (either if of == "cache" else either.layers[0]).batch_select_indices(rows)
+    assert torch.equal(cache.layers[0].keys, stock.layers[0].keys)
+
+
 def test_selecting_no_rows_leaves_nothing(make_cache):
     cache = make_cache(block_size=16)
     cache.update(*torch.randn(2, 2, 2, 40, 16), 0)
