@@ -1,13 +1,6 @@
 # What a fresh clone needs is made on first use: .venv (this package and its tools) and .models (a small real model).
 PYTHON ?= python3
-MODEL ?= # The oldest transformers that pyproject.toml admits, all else as in .venv.
-.venv-floor/installed: pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv-floor
-	sed 's/^transformers==.*/transformers==5.17.0/; /^huggingface_hub==/d' constraints.txt > .venv-floor/constraints.txt
-	.venv-floor/bin/python -m pip install --quiet --constraint .venv-floor/constraints.txt --editable '.[dev]'
-	touch $@
-
-.models/SmolLM2-135M-Instruct
+MODEL ?= .models/SmolLM2-135M-Instruct
 BIN := .venv/bin
 
 .PHONY: demo test test-slow test-floor lint
@@ -32,6 +25,13 @@ lint: .venv/installed
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+# The oldest transformers that pyproject.toml admits, all else as in .venv.
+.venv-floor/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-floor
+	sed 's/^transformers==.*/transformers==5.17.0/; /^huggingface_hub==/d' constraints.txt > .venv-floor/constraints.txt
+	.venv-floor/bin/python -m pip install --quiet --constraint .venv-floor/constraints.txt --editable '.[dev]'
 	touch $@
 
 .models/SmolLM2-135M-Instruct: | .venv/installed
