@@ -149,6 +149,8 @@ class OffloadedNVMeCache(DynamicCache):
             self._forward.roll_back()  # so that the same call may be made again
             if isinstance(error, NVMeCacheError):
                 self._pager.flush()  # what was taken back leaves the drive once nothing writes or reads it
+            elif isinstance(error, RuntimeError):
+                self._pager.check()  # another thread may have closed the cache
             raise
 
     def crop(self, tokens_to_remove: int) -> None:

@@ -225,7 +225,6 @@ class Pager:
                 )
         except BaseException:
             slot.abandon()
-            self.check()  # another thread may have closed the cache
             raise
         self.counters.read_bytes += sum(read.section.nbytes for read in reads)
         return Lease(slot, slot.tenancy)

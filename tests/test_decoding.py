@@ -1,6 +1,8 @@
 """Every way of decoding that transformers offers, bit for bit, with everything on NVMe."""
 
 import copy
+import random
+import time
 from threading import Thread
 
 import pytest
@@ -17,7 +19,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from nvme_cache import OffloadedNVMeCache
+from nvme_cache import OffloadedNVMeCache, io
 from nvme_cache.integration import cache_argument
 
 from .conftest import FAMILIES, assert_parity, tiny_model
@@ -269,6 +271,39 @@ def test_layers_in_any_order_appended_from_outside_or_never(order, make_cache):
             ours, theirs = cache.update(*states, layer_idx), stock.update(*states, layer_idx)
             assert all(map(torch.equal, ours, theirs))
     assert cache.get_seq_length(7) == 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_left_padded_batch_goes_on_with_a_longer_mask(family, make_cache):
+    model, results = tiny_model(family), []
+    mask = torch.ones(3, 60, dtype=torch.long)
+    mask[1, :9], mask[2, :30] = 0, 0
+    for cache in (make_cache(config=model.config, block_size=16), DynamicCache(config=model.config)):
+        with torch.no_grad():
+            logits = []
+            for start, end in ((0, 40), (40, 57), (57, 58), (58, 60)):
+                ids = prompt(60, 3)[:, start:end]
+                logits.append(model(ids, attention_mask=mask[:, :end], **{cache_argument(model): cache}).logits)
+        results.append(torch.cat(logits, dim=1))
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("mode", ["greedy", "beams", "prompt lookup", "chunks of 7"])
+def test_drives_and_threads_may_be_slow_at_any_moment(mode, make_cache, monkeypatch):
+    """Delays where the drive is asked: nothing may rest on a read or a write having been fast."""
+    chance = random.Random(0)
+    for name in ("read_all", "write_all"):
+        original = getattr(io, name)
+
+        def delayed(*arguments, original=original):
+            time.sleep(chance.choice([0, 0, 0.002, 0.01]))
+            original(*arguments)
+
+        monkeypatch.setattr(io, name, delayed)
+    model = tiny_model()
+    cache = make_cache(config=model.config, block_size=16, host_budget=2 * 4096 * 4)
+    expected = tokens(model, prompt(60), DynamicCache(config=model.config), **MODES[mode])
+    assert torch.equal(tokens(model, prompt(60), cache, **MODES[mode]), expected)
 
 
 def test_keys_that_are_the_values(make_cache):
