@@ -123,6 +123,7 @@ class OffloadedNVMeCache(DynamicCache):
             NVMeCacheError: what went wrong in the background since the last call, or misuse.
         """
         if not self._busy.acquire(blocking=False):
+            self._pager.check()  # the other thread may be closing it
             raise CacheMisuseError("this cache is in use by another thread; give each thread a cache of its own")
         try:
             while self._grows and len(self.layers) <= layer_idx:
