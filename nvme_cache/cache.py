@@ -348,7 +348,7 @@ def _undo(layer: Any) -> Callable[[], None]:
     """What takes the next update of `layer` back."""
     if isinstance(layer, NVMeLayer):
         before = layer.get_seq_length()
-        return lambda: layer.crop(before - layer.get_seq_length())
+        return lambda: layer.crop(min(0, before - layer.get_seq_length()))  # a closed cache holds less than before
     # Upstream's attention layers replace their tensors and never write into them.
     state = dict(vars(layer))
     return lambda: vars(layer).update(state)
