@@ -142,6 +142,8 @@ class OffloadedNVMeCache(DynamicCache):
     def _update_paged(
         self, layer: NVMeLayer, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._grows and layer.get_seq_length():
+            self._pager.num_layers = len(self.layers)  # the first forward has shown them all
         try:
             layer.prepare(key_states, value_states)
             self._prefetch_behind(layer)

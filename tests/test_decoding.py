@@ -382,6 +382,15 @@ def test_discarded_copies_leave_the_budgets_alone(make_cache):
     assert cache.memory_usage()["host"] == 64 * 4 * 256 // 64 // (16 * 256) * 16 * 256
 
 
+def test_without_a_config_the_budgets_are_shared_out_after_the_first_forward(make_cache):
+    block = 16 * 256
+    cache = make_cache(block_size=16, host_budget=2 * 3 * block)  # three blocks for each of two layers
+    for _ in range(4):
+        for layer_idx in range(2):
+            cache.update(*torch.randn(2, 1, 2, 16, 16), layer_idx)
+    assert [dict(layer.used_bytes()) for layer in cache.layers] == [{"nvme": block, "host": 3 * block}] * 2
+
+
 def test_asking_reads_nothing(make_cache):
     cache = make_cache(config=tiny_model().config, block_size=16)
     assert bool(cache) and bool(make_cache())
