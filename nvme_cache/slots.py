@@ -77,8 +77,11 @@ class Slot:
         return self.keys[:, :, :length], self.values[:, :, :length]
 
     def is_shared(self) -> bool:
-        """Whether someone still holds a tensor over this storage: a model sharing KV across layers, or the user."""
-        return self._nbytes > 0 and self._references() > self._own_references
+        """Whether someone still holds a tensor over this storage: a model sharing KV across layers, or the user.
+
+        While tasks fill the slot only they hold any: views are handed out when it is filled.
+        """
+        return self._nbytes > 0 and not self.tasks and self._references() > self._own_references
 
     @property
     def is_idle(self) -> bool:
