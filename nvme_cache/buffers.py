@@ -1,59 +1,36 @@
 """Host memory that drives and accelerators can move bytes to and from."""
 
-import mmap
+import math
 import weakref
 from collections import deque
 from threading import Condition
 
 import torch
 
-from .io import ALIGNMENT, round_up
-
-_HUGE_PAGE = 2 << 20
+from .transfer import Event, Transfer
 
 
 class HostBuffer:
-    """Page-aligned bytes, seen as a tensor and as a memoryview.
-
-    Without an accelerator it is a private anonymous mapping with huge pages: drives fill those at more than twice the
-    rate of 4 KiB pages, and Python's default, a shared mapping, never gets any. With one it is pinned memory, which is
-    page-aligned by construction and which devices copy from without blocking the host.
+    """Host memory, seen as a tensor and as a memoryview.
 
     Args:
-        nbytes: Least size in bytes; rounded up to whole pages.
-        pin: Whether an accelerator will copy to or from it.
+        memory: The bytes, as a `Transfer` made them.
     """
 
-    @torch.inference_mode(False)  # tensors born in inference mode could not be written outside it
-    def __init__(self, nbytes: int, *, pin: bool = False) -> None:
-        nbytes = round_up(max(nbytes, 1), ALIGNMENT)
-        if pin:
-            self.bytes = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-            self.view = memoryview(self.bytes.numpy().data).cast("B")
-        else:
-            mapping = _map_private(nbytes)
-            self.bytes = torch.frombuffer(mapping, dtype=torch.uint8, count=nbytes)
-            self.view = memoryview(mapping)
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.bytes = memory
+        self.view = memoryview(memory.numpy().data)
 
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
         return self.view.nbytes
 
-    @torch.inference_mode(False)
-    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """The buffer's first bytes as a contiguous tensor of `shape` and `dtype`."""
-        size = dtype.itemsize
-        for extent in shape:
-            size *= extent
-        return self.bytes[:size].view(dtype).view(shape)
 
-
-def _map_private(nbytes: int) -> mmap.mmap:
-    mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if nbytes >= _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
-        mapping.madvise(mmap.MADV_HUGEPAGE)
-    return mapping
+@torch.inference_mode(False)  # views born in inference mode could not be written outside it
+def shaped(memory: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """The first bytes of `memory` as a contiguous tensor of `shape` and `dtype`."""
+    return memory[: dtype.itemsize * math.prod(shape)].view(dtype).view(shape)
 
 
 class StagingPool:
@@ -64,15 +41,15 @@ class StagingPool:
     Args:
         count: How many buffers may exist.
         nbytes: Usual size of a buffer in bytes; a larger request replaces a buffer by a larger one.
-        pin: Whether an accelerator copies to or from them.
+        transfer: What copies to and from them.
     """
 
-    def __init__(self, count: int, nbytes: int, *, pin: bool) -> None:
+    def __init__(self, count: int, nbytes: int, transfer: Transfer) -> None:
         self._count = count
         self._nbytes = nbytes
-        self._pin = pin
+        self._transfer = transfer
         self._made: weakref.WeakSet[HostBuffer] = weakref.WeakSet()
-        self._free: deque[tuple[HostBuffer, torch.Event | None]] = deque()
+        self._free: deque[tuple[HostBuffer, Event]] = deque()
         self._failure: Exception | None = None
         self._changed = Condition()
 
@@ -89,15 +66,14 @@ class StagingPool:
                     raise self._failure
                 return self._make(nbytes)
             buffer, event = self._free.popleft()
-        if event is not None:
-            event.synchronize()  # the device may still be copying from or to these bytes
+        event.synchronize()  # the device may still be copying from these bytes
         if buffer.nbytes >= nbytes:
             return buffer
         del buffer
         with self._changed:
             return self._make(nbytes)
 
-    def release(self, buffer: HostBuffer, event: torch.Event | None = None) -> None:
+    def release(self, buffer: HostBuffer, event: Event) -> None:
         """Takes `buffer` back; it is handed out again once `event` has passed."""
         with self._changed:
             self._free.append((buffer, event))
@@ -110,7 +86,7 @@ class StagingPool:
             self._changed.notify_all()
 
     def _make(self, nbytes: int) -> HostBuffer:
-        buffer = HostBuffer(max(nbytes, self._nbytes), pin=self._pin)
+        buffer = HostBuffer(self._transfer.host_memory(max(nbytes, self._nbytes)))
         self._made.add(buffer)
         weakref.finalize(buffer, _notify, self._changed).atexit = False
         return buffer

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import torch
 
 from .blocks import BlockRun, ResidentBlocks, unpack
-from .buffers import StagingPool
+from .buffers import StagingPool, shaped
 from .errors import NVMeCacheError
 from .shards import Section, Shard
 from .slots import Slot
-from .transfer import Transfer
+from .transfer import Event, Transfer
 
 
 class NotWrittenError(Exception):
@@ -36,9 +36,13 @@ class Target:
     batch_rows: torch.Tensor | None
 
     def copy(self, blocks: torch.Tensor, transfer: Transfer) -> None:
-        """Lays out `blocks`, `[num_blocks, batch, heads, block_size, head_dim]`, on the current stream."""
+        """Lays out `blocks`, `[num_blocks, batch, heads, block_size, head_dim]`, inside `transfer.side_stream`."""
+        blocks = blocks[: -(-self.length // blocks.shape[3])]
+        near = transfer.on_device(blocks)
+        if near is not blocks:
+            transfer.copy(near, blocks)
         states = (self.slot.keys, self.slot.values)[self.index][:, :, self.start : self.start + self.length]
-        for target, source in unpack(states, blocks, self.batch_rows):
+        for target, source in unpack(states, near, self.batch_rows):
             transfer.copy(target, source)
 
 
@@ -97,9 +101,7 @@ def split(reads: Sequence[Read], count: int) -> list[list[Read]]:
     return groups
 
 
-def read_all(
-    reads: list[Read], transfer: Transfer, staging: StagingPool, after: torch.Event | None, verify: bool
-) -> torch.Event | None:
+def read_all(reads: list[Read], transfer: Transfer, staging: StagingPool, after: Event, verify: bool) -> Event:
     """Reads sections into their slot, the copies not before `after`, and empties `reads`.
 
     Returns:
@@ -109,7 +111,6 @@ def read_all(
         NVMeCacheError: a shard is damaged or unreadable.
         NotWrittenError: a shard could not be written in the first place.
     """
-    event = None
     while reads:  # a task that is done must hold no shard: its file may have to go now
         read = reads.pop(0)
         try:
@@ -119,29 +120,22 @@ def read_all(
         if read.rows is not None:
             read.shard.read(read.section, read.rows, verify=verify)
         else:
-            event = _read_staged(read, transfer, staging, after, verify)
-    return event
+            _read_staged(read, transfer, staging, after, verify)
+    return transfer.record()
 
 
-def _read_staged(
-    read: Read, transfer: Transfer, staging: StagingPool, after: torch.Event | None, verify: bool
-) -> torch.Event | None:
+def _read_staged(read: Read, transfer: Transfer, staging: StagingPool, after: Event, verify: bool) -> None:
     buffer = staging.acquire(read.section.padded_nbytes)
-    event = None
     try:
         read.shard.read(read.section, [buffer.view[: read.section.padded_nbytes]], verify=verify)
-        blocks = buffer.tensor(read.section.shape, read.section.dtype)
-        try:
-            copy_all([Resident(blocks, read.target)], transfer, after)
-        finally:
-            event = transfer.record()
+        blocks = shaped(buffer.bytes, read.section.shape, read.section.dtype)
+        copy_all([Resident(blocks, read.target)], transfer, after)
     finally:
-        staging.release(buffer, event)  # handed out again only once the copy has read it
-    return event
+        staging.release(buffer, transfer.record())  # handed out again only once the copy has read it
 
 
 @torch.no_grad()
-def copy_all(residents: Sequence[Resident], transfer: Transfer, after: torch.Event | None) -> torch.Event | None:
+def copy_all(residents: Sequence[Resident], transfer: Transfer, after: Event) -> Event:
     """Copies blocks into their slot on the side stream, not before `after`; returns the event behind the copies."""
     with transfer.side_stream(after):
         for resident in residents:

@@ -256,7 +256,7 @@ class NVMeLayer(CacheLayerMixin):
             overwrites = self._history.length < slot.exposed and slot.is_shared()
             # An interrupt may have come between sealing tokens and putting them into the slot.
             lacks = slot.filled < self._history.sealed_length
-            if overwrites or lacks or slot.capacity < length:
+            if overwrites or lacks or not slot.serves(length):
                 slot.abandon()
         while True:
             if self._lease is None or not self._lease.is_valid:

@@ -18,7 +18,7 @@ import torch
 
 from . import fetch
 from .blocks import BlockRun, LayerSpec, ResidentBlocks, States, cut, pack
-from .buffers import HostBuffer, StagingPool
+from .buffers import StagingPool, shaped
 from .errors import CacheClosedError, CacheMisuseError
 from .placement import Budgets, Tier, place
 from .shards import MAX_SECTION_BYTES, Section, Shard
@@ -26,7 +26,7 @@ from .slots import Lease, SlotPool
 from .spill import Write, Writer
 from .store import Store
 from .tax import Counters
-from .transfer import Transfer, transfer_for
+from .transfer import Event, Transfer, transfer_for
 
 _THREAD_PREFIX = "nvme-cache"
 
@@ -258,8 +258,10 @@ class Pager:
     def _lane(self, device: torch.device) -> "_Lane":
         if device not in self._lanes:
             transfer = transfer_for(device)
-            staging = StagingPool(self._io_threads + 2, MAX_SECTION_BYTES, pin=transfer.pins_memory)
-            self._lanes[device] = _Lane(transfer, SlotPool(transfer, self._num_slots), staging)
+            staging = StagingPool(self._io_threads + 2, MAX_SECTION_BYTES, transfer)
+            self._lanes[device] = _Lane(
+                transfer, SlotPool(transfer, self._num_slots), staging, packed=transfer.record()
+            )
         return self._lanes[device]
 
     def _spill(
@@ -273,7 +275,8 @@ class Pager:
         buffers = [staging.acquire(section.padded_nbytes) for section in shard.sections]
         self.counters.stall_s += time.perf_counter() - began
         targets = [
-            buffer.tensor(section.shape, section.dtype) for buffer, section in zip(buffers, shard.sections, strict=True)
+            shaped(buffer.bytes, section.shape, section.dtype)
+            for buffer, section in zip(buffers, shard.sections, strict=True)
         ]
         self._writer.submit(Write(shard, staging, buffers, states, self._pack(targets, states)))
         return shard
@@ -281,40 +284,42 @@ class Pager:
     def _keep(
         self, tier: Tier, spec: LayerSpec, shapes: Sequence[tuple[int, ...]], states: list[States]
     ) -> ResidentBlocks:
-        device = states[0][0].device
-        pin = self._lane(device).transfer.pins_memory
-        targets = []
-        for shape, kind in zip(shapes, (spec.keys, spec.values), strict=True):
-            if tier is Tier.DEVICE:
-                with torch.inference_mode(False):
-                    targets.append(torch.empty(shape, dtype=kind.dtype, device=device))
-            else:
-                nbytes = kind.nbytes(shape[0] * self.block_size) * shape[1]
-                targets.append(HostBuffer(nbytes, pin=pin).tensor(shape, kind.dtype))
+        transfer = self._lane(states[0][0].device).transfer
+        make = transfer.device_memory if tier is Tier.DEVICE else transfer.host_memory
+        targets = [
+            shaped(make(kind.nbytes(shape[0] * self.block_size) * shape[1]), shape, kind.dtype)
+            for shape, kind in zip(shapes, (spec.keys, spec.values), strict=True)
+        ]
         event = self._pack(targets, states)
-        if event is not None:
+        if not transfer.is_host:
             self._writer.hold(event, states, targets)
         return ResidentBlocks(*targets)
 
-    def _pack(self, targets: Sequence[torch.Tensor], states: Sequence[States]) -> torch.Event | None:
-        transfer = self._lane(states[0][0].device).transfer
-        with transfer.side_stream(transfer.mark()):
-            at = 0
-            for part in states:
-                for target, source in zip(targets, part, strict=True):
-                    for block_view, token_view in pack(target, at, source):
-                        transfer.copy(block_view, token_view)
-                at += part[0].shape[2]
-        return transfer.record()
+    def _pack(self, targets: Sequence[torch.Tensor], states: Sequence[States]) -> Event:
+        lane = self._lane(states[0][0].device)
+        # What was packed before came from memory that the model may soon write to again, if a graph replays it.
+        lane.transfer.wait(lane.packed)
+        with lane.transfer.side_stream(lane.transfer.mark()):
+            for index, target in enumerate(targets):
+                near, at = lane.transfer.on_device(target), 0
+                for part in states:
+                    for block_view, token_view in pack(near, at, part[index]):
+                        lane.transfer.copy(block_view, token_view)
+                    at += part[index].shape[2]
+                if near is not target:
+                    lane.transfer.copy(target, near)
+        lane.packed = lane.transfer.record()
+        return lane.packed
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Lane:
-    """What one device needs to move blocks."""
+    """What one device needs to move blocks; `packed` is behind the last tokens sealed."""
 
     transfer: Transfer
     slots: SlotPool
     staging: StagingPool
+    packed: Event
 
 
 def _shut_down(
@@ -330,7 +335,6 @@ def _shut_down(
         readers.shutdown(wait=wait_for_threads)  # nothing is cancelled that another thread may be waiting for
         writer.shutdown(wait=wait_for_threads, cancel_futures=True)
         for lane in lanes.values():
-            if (event := lane.transfer.record()) is not None:
-                event.synchronize()  # memory goes back to its allocator: no copy may still be using it
+            lane.transfer.record().synchronize()  # memory goes back to its allocator: no copy may still be using it
         lanes.clear()
     store.close()

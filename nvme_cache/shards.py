@@ -7,6 +7,7 @@ first token, the block size and an xxh3-64 checksum of every block's keys and va
 """
 
 import json
+import mmap
 import os
 import weakref
 from collections.abc import Sequence
@@ -132,13 +133,13 @@ class Shard:
             section.checksums = _checksums(section, [buffer.view])
             views.append(buffer.view[: section.padded_nbytes])
         encoded = self._header()
-        header = HostBuffer(len(encoded))
-        header.view[:] = encoded
+        header = mmap.mmap(-1, len(encoded))  # on a page, as O_DIRECT wants it
+        header[:] = encoded
         partial = self.path.with_suffix(".partial")
         descriptor = io.open_file(partial, direct=self._direct, create=True)
         try:
             io.preallocate(descriptor, self.file_nbytes)
-            io.write_all(descriptor, [header.view, *views], 0)
+            io.write_all(descriptor, [memoryview(header), *views], 0)
             partial.rename(self.path)
         except BaseException:
             os.close(descriptor)

@@ -14,7 +14,7 @@ import torch
 from .blocks import LayerSpec, States, StateSpec
 from .buffers import HostBuffer
 from .io import ALIGNMENT, round_up
-from .transfer import Transfer
+from .transfer import Event, Transfer
 
 _WINDOW = 512  # updates: slots that no holder has made necessary for one or two of these are given up
 
@@ -30,6 +30,7 @@ class Slot:
         tasks: What is still filling the slot; each resolves to the event behind its copies.
         tenancy: Changes whenever the slot passes to another layer.
         is_abandoned: Whether the layer it is being filled for no longer wants it.
+        stream: The stream its memory was made on, and goes back to: the only one to use it on.
     """
 
     def __init__(self, transfer: Transfer) -> None:
@@ -41,7 +42,8 @@ class Slot:
         self._own_references = sys.maxsize
         self.tenancy = self.filled = self.exposed = self.capacity = 0
         self.is_abandoned = False
-        self.tasks: list[Future[torch.Event | None]] = []
+        self.stream = transfer.stream()
+        self.tasks: list[Future[Event]] = []
 
     @torch.inference_mode(False)  # views born in inference mode could not be written outside it
     def lay_out(self, spec: LayerSpec, batch_size: int, capacity: int) -> None:
@@ -57,12 +59,16 @@ class Slot:
         keys_nbytes = round_up(spec.keys.nbytes(capacity) * batch_size, ALIGNMENT)
         nbytes = keys_nbytes + spec.values.nbytes(capacity) * batch_size
         self._own_references = sys.maxsize
-        if nbytes > self._nbytes:
+        if nbytes > self._nbytes or self.stream != self._transfer.stream():
             self._allocate(round_up(nbytes + nbytes // 16, ALIGNMENT))
         self._values_offset = keys_nbytes
         self.keys = self._lay_out(spec.keys, batch_size, 0)
         self.values = self._lay_out(spec.values, batch_size, keys_nbytes)
         self._own_references = self._references()
+
+    def serves(self, length: int) -> bool:
+        """Whether `length` tokens fit and the model still computes on the stream the slot was laid out for."""
+        return length <= self.capacity and self.stream == self._transfer.stream()
 
     def append(self, states: States) -> None:
         """Writes tokens behind those in place, on the device's current stream."""
@@ -99,8 +105,7 @@ class Slot:
         """Waits until nothing is filling the slot any more, on the device either, whatever became of it."""
         if self.tasks:
             wait(self.tasks)
-            if (event := self._transfer.record()) is not None:
-                event.synchronize()
+            self._transfer.record().synchronize()
         self.tasks = []
 
     def rows(
@@ -137,11 +142,9 @@ class Slot:
         self._nbytes, self._host = 0, None
         self._buffer = self.keys = self.values = torch.empty(0)
         self._storage = self._buffer.untyped_storage()
-        if self._transfer.device.type == "cpu":
-            self._host = HostBuffer(nbytes)
-            self._buffer = self._host.bytes
-        else:
-            self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._transfer.device)
+        self._buffer = self._transfer.device_memory(nbytes)
+        self._host = HostBuffer(self._buffer) if self._transfer.is_host else None
+        self.stream = self._transfer.stream()
         self._storage = self._buffer.untyped_storage()
         self._nbytes = nbytes
 

@@ -5,13 +5,12 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-import torch
-
 from .blocks import States
 from .buffers import HostBuffer, StagingPool
 from .errors import NVMeCacheError, ShardIOError, StorageFullError
 from .shards import Shard
 from .tax import Counters
+from .transfer import Event
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +29,7 @@ class Write:
     staging: StagingPool
     buffers: list[HostBuffer]
     states: list[States]
-    event: torch.Event | None
+    event: Event
 
 
 class Writer:
@@ -50,7 +49,7 @@ class Writer:
         """Queues a write; the shard's `written` resolves with it."""
         write.shard.written = self._executor.submit(_run, write, self._failed, self._counters)
 
-    def hold(self, event: torch.Event, *held: object) -> None:
+    def hold(self, event: Event, *held: object) -> None:
         """Keeps objects alive until `event`: their memory must not be reused while the side stream works on it."""
         self._executor.submit(_hold, event, *held)
 
@@ -76,8 +75,7 @@ class Writer:
 
 
 def _run(write: Write, failed: deque[tuple[Write, NVMeCacheError]], counters: Counters) -> None:
-    if write.event is not None:
-        write.event.synchronize()
+    write.event.synchronize()
     write.states.clear()
     try:
         write.shard.write(write.buffers)
@@ -89,10 +87,10 @@ def _run(write: Write, failed: deque[tuple[Write, NVMeCacheError]], counters: Co
         raise explained from error
     counters.written_bytes += sum(section.nbytes for section in write.shard.sections)
     for buffer in write.buffers:
-        write.staging.release(buffer)
+        write.staging.release(buffer, write.event)
 
 
-def _hold(event: torch.Event, *held: object) -> None:
+def _hold(event: Event, *held: object) -> None:
     event.synchronize()
 
 

@@ -1,98 +1,167 @@
-"""The only module that knows devices: streams, events, pinned memory, copies.
+"""The only module that knows devices: their memory, streams, events and copies.
 
-Copies run on a *side stream* beside the model's own. What orders the two is declared here and nowhere else:
+Copies run on a *side stream* beside the model's own. What orders the two is declared with three calls and nothing else:
 
 - a copy starts only `after` an event of the compute stream (the data is produced, the target has no reader left);
 - the compute stream `wait`s for the event recorded behind a copy before it uses what the copy brought;
-- the host waits for that event before it reuses the memory the copy reads or writes.
+- the host `synchronize`s with that event before it reuses or gives back the memory the copy reads or writes.
 
-On CPU there is one order, the program's: the same calls copy at once and events are None.
+On CPU there is one order, the program's: the same calls copy at once and events have always passed.
 """
 
+import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from functools import cache
+from typing import Protocol, cast
 
 import torch
 
+from .io import ALIGNMENT, round_up
+
+_HUGE_PAGE = 2 << 20
+
+
+class Event(Protocol):
+    """A point in a stream's work."""
+
+    def synchronize(self) -> None:
+        """Makes the host wait until the work before it is done."""
+
 
 class Transfer(Protocol):
-    """How bytes move to, from and on one device."""
+    """How bytes move to, from and on one device.
 
-    device: torch.device
-    pins_memory: bool
+    Attributes:
+        is_host: Whether the device's memory is the host's, so that drives can fill it.
+    """
 
-    def mark(self) -> torch.Event | None:
+    is_host: bool
+
+    def host_memory(self, nbytes: int) -> torch.Tensor:
+        """At least `nbytes` bytes that begin on a page, which drives fill fast and the device copies from and to."""
+
+    def device_memory(self, nbytes: int) -> torch.Tensor:
+        """At least `nbytes` bytes where the model computes."""
+
+    def stream(self) -> object:
+        """The stream the model computes on, comparable. Memory is given back to the stream it was made on."""
+
+    def mark(self) -> Event:
         """The point the model's computation on this device has been enqueued up to."""
 
-    def wait(self, event: torch.Event | None) -> None:
+    def wait(self, event: Event) -> None:
         """Makes the model's computation from here on wait for `event`; the host does not wait."""
 
     @contextmanager
-    def side_stream(self, after: torch.Event | None) -> Iterator[None]:
-        """Copies inside run on the side stream, not before `after`."""
+    def side_stream(self, after: Event) -> Iterator[None]:
+        """What is called inside runs on the side stream, not before `after`."""
+
+    def on_device(self, blocks: torch.Tensor) -> torch.Tensor:
+        """Memory shaped like `blocks`, wherever those are, on the device; `blocks` themselves if they are there.
+
+        Only contiguous copies cross between host and device at full rate and without blocking the host, so what is
+        rearranged is rearranged on the device. To be called, used and dropped inside `side_stream`.
+        """
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copies `source` into `target` on the current stream, without blocking the host if memory is pinned."""
+        """Copies `source` into `target` on the side stream, without blocking the host."""
 
-    def record(self) -> torch.Event | None:
+    def record(self) -> Event:
         """An event behind everything enqueued so far on the side stream."""
 
 
 class HostTransfer:
     """Copies within host memory, done when the call returns."""
 
-    pins_memory = False
+    is_host = True
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    @torch.inference_mode(False)  # tensors born in inference mode could not be written outside it
+    def host_memory(self, nbytes: int) -> torch.Tensor:
+        nbytes = round_up(max(nbytes, 1), ALIGNMENT)
+        # Drives fill huge pages at more than twice the rate of 4 KiB ones, and Python's default, a shared mapping,
+        # never gets any.
+        mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if nbytes >= _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+        return torch.frombuffer(mapping, dtype=torch.uint8)
 
-    def mark(self) -> None:
+    device_memory = host_memory
+
+    def stream(self) -> None:
         return None
 
-    def wait(self, event: torch.Event | None) -> None:
-        return None
+    def mark(self) -> "_Passed":
+        return _PASSED
+
+    def wait(self, event: Event) -> None:
+        pass
 
     @contextmanager
-    def side_stream(self, after: torch.Event | None) -> Iterator[None]:
+    def side_stream(self, after: Event) -> Iterator[None]:
         yield
+
+    def on_device(self, blocks: torch.Tensor) -> torch.Tensor:
+        return blocks
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
 
-    def record(self) -> None:
-        return None
+    def record(self) -> "_Passed":
+        return _PASSED
+
+
+class _Passed:
+    def synchronize(self) -> None:
+        pass
+
+
+_PASSED = _Passed()
 
 
 class StreamTransfer:
     """Copies on a side stream of an accelerator, through `torch.accelerator`, `torch.Stream`, `torch.Event`."""
 
-    pins_memory = True
+    is_host = False
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self._device = device
         self._side = torch.Stream(device=device)
 
-    def mark(self) -> torch.Event:
-        return self._record_on(torch.accelerator.current_stream(self.device))
+    @torch.inference_mode(False)
+    def host_memory(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(round_up(max(nbytes, 1), ALIGNMENT), dtype=torch.uint8, pin_memory=True)
 
-    def wait(self, event: torch.Event | None) -> None:
-        if event is not None:
-            torch.accelerator.current_stream(self.device).wait_event(event)
+    @torch.inference_mode(False)
+    def device_memory(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def stream(self) -> torch.Stream:
+        return torch.accelerator.current_stream(self._device)
+
+    def mark(self) -> torch.Event:
+        return self._record_on(self.stream())
+
+    def wait(self, event: Event) -> None:
+        self.stream().wait_event(cast(torch.Event, event))
 
     @contextmanager
-    def side_stream(self, after: torch.Event | None) -> Iterator[None]:
-        if after is not None:
-            self._side.wait_event(after)
+    def side_stream(self, after: Event) -> Iterator[None]:
+        self._side.wait_event(cast(torch.Event, after))
         # Not `with self._side`: that keeps the previous stream on the object, which reader threads share.
         index = torch.accelerator.current_device_index()
-        previous = torch.accelerator.current_stream(self.device)
+        previous = self.stream()
         torch.accelerator.set_stream(self._side)
         try:
             yield
         finally:
             torch.accelerator.set_stream(previous)
             torch.accelerator.set_device_index(index)
+
+    def on_device(self, blocks: torch.Tensor) -> torch.Tensor:
+        if blocks.device == self._device:
+            return blocks
+        return torch.empty_like(blocks, device=self._device)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source, non_blocking=True)
@@ -102,11 +171,12 @@ class StreamTransfer:
 
     def _record_on(self, stream: torch.Stream) -> torch.Event:
         # A blocking event lets a waiting thread sleep instead of spinning on a core the model needs.
-        event = torch.Event(self.device, blocking=True)
+        event = torch.Event(self._device, blocking=True)
         event.record(stream)
         return event
 
 
+@cache  # one side stream a device: memory that an allocator keeps for a stream is of no use to another
 def transfer_for(device: torch.device) -> Transfer:
     """The way to move bytes to and from `device`."""
-    return HostTransfer(device) if device.type == "cpu" else StreamTransfer(device)
+    return HostTransfer() if device.type == "cpu" else StreamTransfer(device)

@@ -171,6 +171,7 @@ def test_an_unfinished_write_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr("nvme_cache.io.write_all", fail)
     from nvme_cache.buffers import HostBuffer
 
+    buffers = [HostBuffer(torch.empty(4096, dtype=torch.uint8)) for _ in sections]
     with pytest.raises(OSError, match="No space"):
-        shard.write([HostBuffer(1024), HostBuffer(1024)])
+        shard.write(buffers)
     assert list(tmp_path.iterdir()) == []

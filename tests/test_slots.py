@@ -111,20 +111,18 @@ def test_slots_made_for_a_holder_are_given_up_when_nobody_holds_any(make_cache, 
 
 
 def test_growing_a_slot_lets_go_of_the_old_memory_first(make_cache, monkeypatch):
-    from nvme_cache import slots
-
     cache = make_cache(block_size=16, prefetch_depth=0)
     cache.update(*torch.randn(2, 1, HEADS, 40, WIDTH), 0)
     cache.update(*torch.randn(2, 1, HEADS, 1, WIDTH), 0)
     (lane,) = cache._pager._lanes.values()
     old = weakref.ref(lane.slots._slots[0]._host)
     alive = []
-    allocate = slots.HostBuffer
+    allocate = lane.transfer.device_memory
 
     def watched(nbytes):
         alive.append(old())
         return allocate(nbytes)
 
-    monkeypatch.setattr(slots, "HostBuffer", watched)
+    monkeypatch.setattr(lane.transfer, "device_memory", watched)
     cache.update(*torch.randn(2, 1, HEADS, 400, WIDTH), 0)
     assert alive == [None]
