@@ -1,0 +1,303 @@
+"""An accelerator played by the CPU, which does what the declared dependencies allow, not what one hopes for.
+
+The model's computation runs at once. What goes to the side stream is queued, and done as late as possible: when the
+host or the computation waits for it, or before, wherever `progress` says so. A missing wait on that side therefore
+gives wrong bytes. The other side, a side stream that is ahead of the computation, shows in vector clocks: every
+operation of the model and every copy says what memory it reads and writes, and two that nothing orders raise a
+`HazardError`.
+
+Modelled as CUDA has it, and no more: order within a stream; events that stand for what was enqueued when they were
+recorded; device memory that goes, when dropped, to whoever computes next on the stream it was made on, so that what is
+still queued finds other bytes in it; pinned memory that outlives the copies that use it, but not their order;
+copies between host and device that keep up only if they are contiguous.
+"""
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nvme_cache import pager
+from nvme_cache.transfer import HostTransfer
+
+POISON = 0xFF  # NaN in every float format
+
+
+class HazardError(AssertionError):
+    """Two operations on the same memory, nothing ordering them."""
+
+
+def late(queued: int) -> int:
+    """Nothing is done before it must."""
+    return 0
+
+
+def early(queued: int) -> int:
+    """Everything is done at once."""
+    return queued
+
+
+def tensors_in(values: Iterable) -> Iterator[torch.Tensor]:
+    """The tensors among `values`, some of which may be lists of them."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors_in(value)
+
+
+@dataclass(eq=False)
+class Stream:
+    """A stream: how much was enqueued, and how much of every stream is known to be done before what comes next."""
+
+    name: str
+    length: int = 0
+    knows: dict["Stream", int] = field(default_factory=dict)
+
+    def learn(self, clock: dict["Stream", int]) -> None:
+        for stream, length in clock.items():
+            self.knows[stream] = max(self.knows.get(stream, 0), length)
+
+    def clock(self) -> dict["Stream", int]:
+        return {**self.knows, self: self.length}
+
+
+@dataclass
+class Event:
+    """What was enqueued on a stream when it was recorded."""
+
+    executor: "Executor"
+    clock: dict[Stream, int]
+
+    def synchronize(self) -> None:
+        self.executor.reach(self)
+
+
+@dataclass
+class Memory:
+    """A view that does not keep its storage alive, unless whoever owns it does so for the copies' sake."""
+
+    storage: StorageWeakRef
+    kept: torch.Tensor | None
+    dtype: torch.dtype
+    place: tuple
+
+    def view(self) -> torch.Tensor | None:
+        storage = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
+        return None if storage is None else torch.empty(0, dtype=self.dtype).set_(storage, *self.place)
+
+
+@dataclass
+class Uses:
+    """When each stream last read and wrote a storage."""
+
+    storage: StorageWeakRef
+    reads: dict[Stream, int] = field(default_factory=dict)
+    writes: dict[Stream, int] = field(default_factory=dict)
+
+
+class Executor(TorchDispatchMode):
+    """In a `with`, what the package's pagers use instead of a device; watches what the model computes.
+
+    Args:
+        progress: Given the number of copies queued, how many to do now; asked at every call.
+    """
+
+    def __init__(self, progress: Callable[[int], int]) -> None:
+        super().__init__()
+        self.progress = progress
+        self.hazards: list[str] = []
+        self.computing = Stream("compute")
+        self.side = Stream("side")
+        self.copies = self.crossings = 0
+        self._lock = threading.RLock()
+        self._queue: deque[tuple[Memory, Memory]] = deque()
+        self._done = 0
+        self._uses: dict[int, Uses] = {}
+        self._homes: dict[int, tuple[StorageWeakRef, Stream | None]] = {}  # of pinned memory: None
+        self._patch = contextlib.ExitStack()
+        self._local = threading.local()
+
+    def __enter__(self):
+        original = pager.transfer_for
+        pager.transfer_for = lambda device: self
+        self._patch.callback(setattr, pager, "transfer_for", original)
+        return super().__enter__()
+
+    def __exit__(self, kind, error, traceback):
+        super().__exit__(kind, error, traceback)
+        self._patch.close()
+        if kind is None:
+            self.finish()
+            assert not self.hazards, self.hazards
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if getattr(self._local, "is_copying", False):
+            return function(*args, **kwargs)
+        with self._lock:
+            self._compute(function, args, kwargs)
+        results = function(*args, **kwargs)
+        with self._lock:
+            for returned, result in zip(function._schema.returns, tensors_in([results]), strict=False):
+                if returned.alias_info is None:
+                    self._use(self.computing, result, writes=True)
+        return results
+
+    @contextlib.contextmanager
+    def stream_of_the_user(self):
+        """Computes on another stream, ordered behind and before the present one as a careful user would."""
+        outer, self.computing = self.computing, Stream("the user's")
+        self.computing.learn(outer.clock())
+        try:
+            yield
+        finally:
+            outer.learn(self.computing.clock())
+            self.computing = outer
+
+    def finish(self) -> None:
+        """Does everything that is queued."""
+        with self._lock:
+            self._run_until(self.side.length)
+
+    # What the package calls.
+
+    is_host = False
+
+    def host_memory(self, nbytes: int) -> torch.Tensor:
+        return self._made(HostTransfer().host_memory(nbytes), None)
+
+    def device_memory(self, nbytes: int) -> torch.Tensor:
+        return self._made(HostTransfer().device_memory(nbytes), self.computing)
+
+    def stream(self) -> Stream:
+        return self.computing
+
+    def mark(self) -> Event:
+        with self._lock:
+            return Event(self, self.computing.clock())
+
+    def wait(self, event: Event) -> None:
+        with self._lock:
+            self.computing.learn(event.clock)
+            self._run_until(event.clock.get(self.side, 0))
+
+    @contextlib.contextmanager
+    def side_stream(self, after: Event):
+        with self._lock:
+            self.side.learn(after.clock)
+        self._local.is_inside = True
+        try:
+            yield
+        finally:
+            self._local.is_inside = False
+
+    def on_device(self, blocks: torch.Tensor) -> torch.Tensor:
+        assert self._local.is_inside
+        home = self._home(blocks)
+        if home is not None:
+            return blocks
+        with self._copying():
+            return self._made(torch.empty_like(blocks), self.side)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        assert self._local.is_inside
+        with self._lock:
+            crosses = (self._home(target) is None) != (self._home(source) is None)
+            if crosses and not (target.is_contiguous() and source.is_contiguous() and target.dtype == source.dtype):
+                self._fail("a copy between host and device that would block the host")
+            self._queue.append((self._remember(target), self._remember(source)))
+            self.side.length += 1
+            self.copies += 1
+            self.crossings += crosses
+            self._use(self.side, source, writes=False)
+            self._use(self.side, target, writes=True)
+            self._run_until(self._done + min(len(self._queue), self.progress(len(self._queue))))
+
+    def record(self) -> Event:
+        with self._lock:
+            return Event(self, self.side.clock())
+
+    def reach(self, event: Event) -> None:
+        with self._lock:
+            self._run_until(event.clock.get(self.side, 0))
+
+    # How it plays the device.
+
+    def _run_until(self, length: int) -> None:
+        with self._copying(), torch.no_grad():
+            while self._done < length:
+                target, source = (memory.view() for memory in self._queue.popleft())
+                self._done += 1
+                if target is None:
+                    self._fail("a copy into memory that was given back")
+                elif source is None:
+                    poison = torch.full((target.nbytes,), POISON, dtype=torch.uint8)
+                    target.copy_(poison.view(target.dtype).view(target.shape))  # as good as any bytes there now
+                else:
+                    target.copy_(source)
+
+    def _compute(self, function, args, kwargs) -> None:
+        self.computing.length += 1
+        self._run_until(self._done + min(len(self._queue), self.progress(len(self._queue))))
+        names = [argument.name for argument in function._schema.arguments]
+        values = dict(zip(names, args, strict=False)) | kwargs
+        for argument in function._schema.arguments:
+            alias = argument.alias_info
+            if alias is not None and not alias.is_write:
+                continue  # makes a view, touches no memory
+            for tensor in tensors_in([values.get(argument.name)]):
+                self._use(self.computing, tensor, writes=alias is not None)
+
+    def _use(self, stream: Stream, tensor: torch.Tensor, *, writes: bool) -> None:
+        storage = tensor.untyped_storage()
+        uses = self._uses.get(storage._cdata)
+        if uses is None or uses.storage.expired():
+            uses = self._uses[storage._cdata] = Uses(StorageWeakRef(storage))
+        home = self._home(tensor)
+        if stream is not self.side and home not in (None, stream, self.side):
+            self._fail(f"memory of the stream {home.name!r} used on {stream.name!r}")
+        earlier = [("written", uses.writes)] + ([("read", uses.reads)] if writes else [])
+        for what, times in earlier:
+            for other, time in times.items():
+                if other is not stream and time > stream.knows.get(other, 0):
+                    doing = "writes" if writes else "reads"
+                    self._fail(f"{stream.name} {doing} what may still be {what} on {other.name}")
+        (uses.writes if writes else uses.reads)[stream] = stream.length
+
+    def _made(self, memory: torch.Tensor, home: Stream | None) -> torch.Tensor:
+        storage = memory.untyped_storage()
+        with self._lock, self._copying():
+            torch.empty(0, dtype=torch.uint8).set_(storage).fill_(POISON)
+            self._homes[storage._cdata] = StorageWeakRef(storage), home
+            self._uses.pop(storage._cdata, None)
+        return memory
+
+    def _home(self, tensor: torch.Tensor) -> Stream | None:
+        """The stream that memory was made on, None if it is pinned host memory; the model's own is not tracked."""
+        reference, home = self._homes.get(tensor.untyped_storage()._cdata, (None, self.computing))
+        return self.computing if reference is None or reference.expired() else home
+
+    def _remember(self, tensor: torch.Tensor) -> Memory:
+        # Pinned memory is not handed out again before the copies that use it are done, and what was made on the side
+        # stream only to what comes later there.
+        kept = tensor if self._home(tensor) in (None, self.side) else None
+        place = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+        return Memory(StorageWeakRef(tensor.untyped_storage()), kept, tensor.dtype, place)
+
+    @contextlib.contextmanager
+    def _copying(self):
+        before, self._local.is_copying = getattr(self._local, "is_copying", False), True
+        try:
+            yield
+        finally:
+            self._local.is_copying = before
+
+    def _fail(self, what: str) -> None:
+        self.hazards.append(what)
+        raise HazardError(what)

@@ -1,0 +1,147 @@
+"""The same bits as `DynamicCache` on an accelerator, whichever torch reports: `pytest -m gpu`."""
+
+import random
+import time
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from nvme_cache import io
+
+from .conftest import FAMILIES, assert_parity, assert_same, generate, tiny_model
+from .test_decoding import MODES, prompt, tokens
+
+pytestmark = pytest.mark.gpu
+
+TIERS = {
+    "nvme": {},
+    "host": {"host_budget": 1 << 30},
+    "device": {"device_budget": 1 << 30},
+    "mixed": {"device_budget": 20000, "host_budget": 40000},
+}
+
+
+@pytest.fixture
+def device():
+    found = torch.accelerator.current_accelerator()
+    assert found is not None, "there is no accelerator here"
+    return torch.device(found.type, 0)
+
+
+def other_device(device):
+    return torch.device(device.type, torch.accelerator.device_count() - 1)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(family, tier, attention, device, make_cache):
+    model = tiny_model(family, attn_implementation=attention).to(device)
+    for length, batch_size in ((5, 1), (40, 3), (100, 2)):
+        cache = make_cache(config=model.config, block_size=16, **TIERS[tier])
+        assert_parity(model, cache, length, batch_size, new_tokens=20)
+
+
+@pytest.mark.parametrize("tier", ["nvme", "mixed"])
+@pytest.mark.parametrize("mode", MODES)
+def test_decoding_modes(mode, tier, device, make_cache):
+    model = tiny_model("qwen3", attn_implementation="eager").to(device)
+    ids = prompt(60).to(device)
+    expected = tokens(model, ids, DynamicCache(config=model.config), **MODES[mode])
+    cache = make_cache(config=model.config, block_size=16, **TIERS[tier])
+    assert torch.equal(tokens(model, ids, cache, **MODES[mode]), expected)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_drives_and_threads_may_be_slow_at_any_moment(seed, device, make_cache, monkeypatch):
+    draw = random.Random(seed)
+
+    def delayed(function):
+        def run(*args):
+            time.sleep(draw.choice([0, 0, 0.001, 0.01]))
+            return function(*args)
+
+        return run
+
+    for name in ("read_all", "write_all"):
+        monkeypatch.setattr(io, name, delayed(getattr(io, name)))
+    model = tiny_model("llama", attn_implementation="eager").to(device)
+    assert_parity(model, make_cache(block_size=16, host_budget=10000), 80)
+
+
+def test_generate_inside_a_stream_of_the_users_own(device, make_cache):
+    model = tiny_model("qwen3", attn_implementation="eager").to(device)
+    expected = generate(model, DynamicCache(config=model.config), 60)
+    stream, before = torch.Stream(device=device), torch.accelerator.current_stream(device)
+    stream.wait_stream(before)
+    torch.accelerator.set_stream(stream)
+    try:
+        ours = generate(model, make_cache(block_size=16), 60)
+    finally:
+        torch.accelerator.set_stream(before)
+    before.wait_stream(stream)
+    assert_same(ours, expected)
+
+
+class Pair:
+    """Ours and transformers' cache, given the same tokens; layers on the devices given, in turn."""
+
+    def __init__(self, cache, devices, num_layers=4):
+        self.ours, self.stock = cache, DynamicCache()
+        self.devices = [devices[layer_idx % len(devices)] for layer_idx in range(num_layers)]
+
+    def forward(self, length, batch_size=1):
+        for layer_idx, device in enumerate(self.devices):
+            new = torch.randn(2, batch_size, 2, length, 16, device=device)
+            expected = self.stock.update(*new.clone(), layer_idx)
+            for ours, part in zip(self.ours.update(*new, layer_idx), expected, strict=True):
+                assert ours.device == device
+                assert torch.equal(ours, part)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_layers_on_several_devices_whichever_is_current(tier, device, make_cache):
+    other = other_device(device)
+    torch.accelerator.set_device_index(other.index)
+    try:
+        pair = Pair(make_cache(block_size=16, **TIERS[tier]), [device, other])
+        for length in (100, 1, 20, 1, 1):
+            torch.accelerator.set_device_index((other if length == 20 else device).index)
+            pair.forward(length)
+    finally:
+        torch.accelerator.set_device_index(device.index)
+
+
+@pytest.mark.parametrize("cut", [1, 20, 90])
+@pytest.mark.parametrize("tier", TIERS)
+def test_cropping_and_selecting_rows_while_layers_are_fetched_ahead(tier, cut, device, make_cache):
+    pair = Pair(make_cache(block_size=16, prefetch_depth=3, **TIERS[tier]), [device])
+    for length in (100, 1, 1):
+        pair.forward(length, batch_size=3)
+    for rows in ([2, 0, 1], [0, 0, 2]):
+        for cache in (pair.ours, pair.stock):
+            cache.crop(-cut)
+            cache.reorder_cache(torch.tensor(rows, device=device))
+        pair.forward(30, batch_size=3)
+        pair.forward(1, batch_size=3)
+    # The next slots must grow while what was fetched ahead is still on its way to the old ones.
+    pair.forward(400, batch_size=3)
+    pair.forward(1, batch_size=3)
+
+
+def test_memory_on_the_device_stays_flat_over_caches(device, make_cache):
+    def reserved():
+        torch.accelerator.synchronize(device)
+        return torch.accelerator.memory_reserved(device)
+
+    sizes = []
+    for _ in range(8):
+        cache = make_cache(block_size=16)
+        pair = Pair(cache, [device])
+        for length in (200, 1, 1):
+            pair.forward(length)
+        cache.close()
+        del pair, cache
+        sizes.append(reserved())
+    assert sizes[-1] == sizes[1]
