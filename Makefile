@@ -3,13 +3,17 @@ PYTHON ?= python3
 MODEL ?= .models/SmolLM2-135M-Instruct
 BIN := .venv/bin
 
-.PHONY: demo test test-slow test-floor lint
+.PHONY: demo test test-slow test-floor mutants lint
 
 demo: .venv/installed $(MODEL)
 	$(BIN)/nvme-cache demo --model $(MODEL)
 
 test: .venv/installed
 	$(BIN)/python -m pytest
+
+# Takes out every wait, event and keep-alive in turn and shows that the tests notice.
+mutants: .venv/installed
+	$(BIN)/python -m tests.adversarial.mutants
 
 test-slow: .venv/installed
 	$(BIN)/python -m pytest -m slow

@@ -30,6 +30,7 @@ class Pair:
     def __init__(self, cache, num_layers=4):
         self.ours, self.stock, self.num_layers = cache, DynamicCache(), num_layers
 
+    @torch.no_grad()  # else what comes back is a copy
     def forward(self, length, batch_size=1):
         for layer_idx in range(self.num_layers):
             new = states_of(length, batch_size)
@@ -70,6 +71,7 @@ def test_prompts_dropped_at_once_are_sealed_whole(tier, make_cache):
         assert torch.equal(cache.layers[layer_idx].values, expected[1])
 
 
+@torch.no_grad()
 def test_a_graph_that_is_replayed_writes_to_the_same_memory_every_time(make_cache):
     cache, stock = make_cache(block_size=16), DynamicCache()
     static = [states_of(32) for _ in range(4)]
@@ -139,6 +141,7 @@ def test_rows_selected_between_steps(tier, make_cache):
             pair.forward(length, batch_size=3)
 
 
+@torch.no_grad()
 def test_returned_tensors_stay_until_the_layers_next_update(make_cache):
     pair = Pair(make_cache(block_size=16, prefetch_depth=1))
     pair.forward(50)
