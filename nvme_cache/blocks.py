@@ -1,8 +1,10 @@
 """Blocks: what they hold, where their bytes are, and how tokens map into them.
 
 A block is `block_size` consecutive tokens of one layer, keys and values of all batch rows and KV heads. Blocks sealed
-together and kept in one tier form a *run*, laid out block by block: `[num_blocks, batch, heads, block_size, head_dim]`
-for keys, then the same for values, so that any block is one contiguous range of each.
+together and kept in one tier form a *run*, laid out piece by piece, `[num_pieces, batch, heads, piece_length,
+head_dim]` for keys, then the same for values. Where the drive fills slots itself a run is one piece: it scatters one
+row a head, and few long rows cost less than many short ones. Elsewhere a piece is a block, one range that can travel
+alone.
 """
 
 from collections.abc import Iterator, Sequence
@@ -62,7 +64,7 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class ResidentBlocks:
-    """The blocks of a run kept in memory: `[num_blocks, batch, heads, block_size, head_dim]` each."""
+    """The blocks of a run kept in memory: `[num_pieces, batch, heads, piece_length, head_dim]` each."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -77,6 +79,7 @@ class BlockRun:
         blocks: The bytes themselves: tensors, or a shard on the drive.
         spec: Heads, widths and dtypes as sealed.
         batch_size: Batch rows as sealed.
+        sealed_length: Tokens as sealed.
         length: How many of the run's tokens, from the first, still count.
         rows: For each of the layer's present batch rows the row as sealed, int64 on CPU; None while they are the same.
     """
@@ -85,20 +88,19 @@ class BlockRun:
     blocks: ResidentBlocks | Shard
     spec: LayerSpec
     batch_size: int
-    num_blocks: int
-    block_size: int
+    sealed_length: int
     length: int
     rows: torch.Tensor | None = None
 
     @property
     def nbytes(self) -> int:
         """Size in bytes of the run as sealed."""
-        return self.spec.nbytes(self.num_blocks * self.block_size) * self.batch_size
+        return self.spec.nbytes(self.sealed_length) * self.batch_size
 
     @property
     def is_whole(self) -> bool:
         """Whether every token sealed still counts."""
-        return self.length == self.num_blocks * self.block_size
+        return self.length == self.sealed_length
 
     def with_rows(self, index: torch.Tensor) -> "BlockRun":
         """The run as seen by a batch whose row `i` is the present row `index[i]`."""
@@ -109,24 +111,24 @@ def pack(blocks: torch.Tensor, start: int, states: torch.Tensor) -> Iterator[Cop
     """The copies that lay tokens out in blocks.
 
     Args:
-        blocks: Target, `[num_blocks, batch, heads, block_size, head_dim]`.
+        blocks: Target, `[num_pieces, batch, heads, piece_length, head_dim]`.
         start: Token of the target at which `states` begin.
         states: `[batch, heads, seq_length, head_dim]`.
 
     Yields:
         Pairs of target and source views of equal shape.
     """
-    block_size = blocks.shape[3]
+    piece_length = blocks.shape[3]
     while states.shape[2]:
-        block, offset = divmod(start, block_size)
-        whole = 0 if offset else states.shape[2] // block_size
+        piece, offset = divmod(start, piece_length)
+        whole = 0 if offset else states.shape[2] // piece_length
         if whole:
-            count = whole * block_size
-            source = states[:, :, :count].unflatten(2, (whole, block_size))
-            yield blocks[block : block + whole], source.permute(2, 0, 1, 3, 4)
+            count = whole * piece_length
+            source = states[:, :, :count].unflatten(2, (whole, piece_length))
+            yield blocks[piece : piece + whole], source.permute(2, 0, 1, 3, 4)
         else:
-            count = min(block_size - offset, states.shape[2])
-            yield blocks[block, :, :, offset : offset + count], states[:, :, :count]
+            count = min(piece_length - offset, states.shape[2])
+            yield blocks[piece, :, :, offset : offset + count], states[:, :, :count]
         start, states = start + count, states[:, :, count:]
 
 
@@ -135,23 +137,23 @@ def unpack(states: torch.Tensor, blocks: torch.Tensor, rows: torch.Tensor | None
 
     Args:
         states: Target, `[batch, heads, length, head_dim]`; `length` tokens are taken from the blocks.
-        blocks: `[num_blocks, stored_batch, heads, block_size, head_dim]`.
+        blocks: `[num_pieces, stored_batch, heads, piece_length, head_dim]`.
         rows: The stored row of each of the target's rows; None if they are the same.
 
     Yields:
         Pairs of target and source views of equal shape.
     """
-    block_size, length = blocks.shape[3], states.shape[2]
-    whole, rest = divmod(length, block_size)
+    piece_length, length = blocks.shape[3], states.shape[2]
+    whole, rest = divmod(length, piece_length)
     pairs = [(slice(None), slice(None))]
     if rows is not None:
         pairs = [(slice(row, row + 1), slice(stored, stored + 1)) for row, stored in enumerate(rows.tolist())]
     for row, stored in pairs:
         if whole:
-            target = states[row, :, : whole * block_size].unflatten(2, (whole, block_size))
+            target = states[row, :, : whole * piece_length].unflatten(2, (whole, piece_length))
             yield target, blocks[:whole, stored].permute(1, 2, 0, 3, 4)
         if rest:
-            yield states[row, :, whole * block_size :], blocks[whole, stored, :, :rest]
+            yield states[row, :, whole * piece_length :], blocks[whole, stored, :, :rest]
 
 
 def cut(states: Sequence[States], start: int, length: int) -> list[States]:

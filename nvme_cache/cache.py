@@ -147,7 +147,7 @@ class OffloadedNVMeCache(DynamicCache):
         try:
             layer.prepare(key_states, value_states)
             self._prefetch_behind(layer)
-            return layer.update(key_states, value_states)
+            return layer.extend(key_states, value_states)
         except BaseException as error:
             self._forward.roll_back()  # so that the same call may be made again
             if isinstance(error, NVMeCacheError):

@@ -1,6 +1,6 @@
 """Laying runs out in a slot: what there is to read and to copy, and the tasks that do it on reader threads."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,8 @@ from .errors import NVMeCacheError
 from .shards import Section, Shard
 from .slots import Slot
 from .transfer import Event, Transfer
+
+_WORTH_SPLITTING = 8 << 20  # bytes
 
 
 class NotWrittenError(Exception):
@@ -36,7 +38,7 @@ class Target:
     batch_rows: torch.Tensor | None
 
     def copy(self, blocks: torch.Tensor, transfer: Transfer) -> None:
-        """Lays out `blocks`, `[num_blocks, batch, heads, block_size, head_dim]`, inside `transfer.side_stream`."""
+        """Lays out `blocks`, `[num_pieces, batch, heads, piece_length, head_dim]`, inside `transfer.side_stream`."""
         blocks = blocks[: -(-self.length // blocks.shape[3])]
         near = transfer.on_device(blocks)
         if near is not blocks:
@@ -48,24 +50,30 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """One section of a shard on its way to a slot.
+    """Sections of a shard, one behind the other, on their way to a slot.
 
     Attributes:
         shard: The file.
-        section: Its keys or its values.
-        target: Where the blocks go.
-        rows: Where the drive can fill the slot directly, the places in file order; None to go through staging.
+        sections: Its keys, its values, or both.
+        targets: Where the blocks of each go.
+        rows: Where the drive can fill the slot directly, the places in file order for each section; None to go through
+            staging.
     """
 
     shard: Shard
-    section: Section
-    target: Target
-    rows: list[memoryview] | None
+    sections: tuple[Section, ...]
+    targets: tuple[Target, ...]
+    rows: list[list[memoryview]] | None
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes of the blocks."""
+        return sum(section.nbytes for section in self.sections)
 
 
 @dataclass(frozen=True, slots=True)
 class Resident:
-    """Blocks in memory, `[num_blocks, batch, heads, block_size, head_dim]`, on their way to a slot."""
+    """Blocks in memory, `[num_pieces, batch, heads, piece_length, head_dim]`, on their way to a slot."""
 
     blocks: torch.Tensor
     target: Target
@@ -76,28 +84,37 @@ def plan(slot: Slot, runs: Sequence[BlockRun]) -> tuple[list[Read], list[Residen
     reads: list[Read] = []
     residents: list[Resident] = []
     for run in runs:
-        for index in range(2):
-            target = Target(slot, index, slot.filled, run.length, run.rows)
-            if isinstance(run.blocks, ResidentBlocks):
-                residents.append(Resident((run.blocks.keys, run.blocks.values)[index], target))
-                continue
-            section = run.blocks.sections[index]
-            as_sealed = run.rows is None and run.is_whole
-            rows = slot.rows(index, section.dtype, slot.filled, run.num_blocks, run.block_size) if as_sealed else None
-            reads.append(Read(run.blocks, section, target, rows))
+        targets = tuple(Target(slot, index, slot.filled, run.length, run.rows) for index in range(2))
+        if isinstance(run.blocks, ResidentBlocks):
+            residents += map(Resident, (run.blocks.keys, run.blocks.values), targets)
+        else:
+            reads += _reads(run, run.blocks, targets)
         slot.filled += run.length
     return reads, residents
+
+
+def _reads(run: BlockRun, shard: Shard, targets: Sequence[Target]) -> Iterator[Read]:
+    pairs = list(zip(shard.sections, targets, strict=True))
+    # Large shards are worth two threads; small ones are read in one go, since calls cost more than bytes.
+    for part in [pairs] if run.nbytes < _WORTH_SPLITTING else [[pair] for pair in pairs]:
+        rows = []
+        if run.rows is None and run.is_whole:
+            for section, target in part:
+                places = target.slot.rows(target.index, section.dtype, target.start, section.shape)
+                rows += [] if places is None else [places]
+        sections, own = zip(*part, strict=True)
+        yield Read(shard, sections, own, rows if len(rows) == len(part) else None)
 
 
 def split(reads: Sequence[Read], count: int) -> list[list[Read]]:
     """At most `count` consecutive groups of about equal bytes, one for each thread."""
     groups: list[list[Read]] = []
-    total, done = sum(read.section.nbytes for read in reads), 0
+    total, done = sum(read.nbytes for read in reads), 0
     for read in reads:
         if not groups or done * count >= total * len(groups):
             groups.append([])
         groups[-1].append(read)
-        done += read.section.nbytes
+        done += read.nbytes
     return groups
 
 
@@ -118,18 +135,23 @@ def read_all(reads: list[Read], transfer: Transfer, staging: StagingPool, after:
         except NVMeCacheError as error:
             raise NotWrittenError from error
         if read.rows is not None:
-            read.shard.read(read.section, read.rows, verify=verify)
+            read.shard.read(read.sections, read.rows, verify=verify)
         else:
             _read_staged(read, transfer, staging, after, verify)
     return transfer.record()
 
 
 def _read_staged(read: Read, transfer: Transfer, staging: StagingPool, after: Event, verify: bool) -> None:
-    buffer = staging.acquire(read.section.padded_nbytes)
+    buffer = staging.acquire(sum(section.padded_nbytes for section in read.sections))
     try:
-        read.shard.read(read.section, [buffer.view[: read.section.padded_nbytes]], verify=verify)
-        blocks = shaped(buffer.bytes, read.section.shape, read.section.dtype)
-        copy_all([Resident(blocks, read.target)], transfer, after)
+        views, residents, at = [], [], 0
+        for section, target in zip(read.sections, read.targets, strict=True):
+            end = at + section.padded_nbytes
+            views.append([buffer.view[at:end]])
+            residents.append(Resident(shaped(buffer.bytes[at:end], section.shape, section.dtype), target))
+            at = end
+        read.shard.read(read.sections, views, verify=verify)
+        copy_all(residents, transfer, after)
     finally:
         staging.release(buffer, transfer.record())  # handed out again only once the copy has read it
 

@@ -71,6 +71,10 @@ class NVMeLayer(CacheLayerMixin):
             NVMeCacheError: what went wrong in the background, or misuse; the layer is as it was.
         """
         self.prepare(key_states, value_states)
+        return self.extend(key_states, value_states)
+
+    def extend(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The second half of `update`, after `prepare` with the same states."""
         past = self.get_seq_length()
         length = past + key_states.shape[2]
         new = key_states.detach(), value_states.detach()
@@ -89,7 +93,7 @@ class NVMeLayer(CacheLayerMixin):
         return keys, values
 
     def prepare(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Makes sure the next update, with these states, finds its history in a slot: fetches it, or waits for it.
+        """The first half of `update`: sees to it that the layer's history is in a slot, fetching it or waiting for it.
 
         Raises:
             NVMeCacheError: as `update`.

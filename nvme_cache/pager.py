@@ -154,6 +154,7 @@ class Pager:
         Raises:
             StorageFullError: there is no room; nothing was sealed.
         """
+        transfer = self._lane(states[0][0].device).transfer
         batch_size = states[0][0].shape[0]
         num_blocks = sum(keys.shape[2] for keys, _ in states) // self.block_size
         block_bytes = spec.nbytes(self.block_size) * batch_size
@@ -169,8 +170,9 @@ class Pager:
                 if tier is Tier.HOST:  # pinned memory comes in powers of two
                     size = 1 << (size.bit_length() - 1)
                 part = cut(states, start * self.block_size, size * self.block_size)
+                pieces = 1 if transfer.is_host else size
                 shapes = tuple(
-                    (size, batch_size, kind.num_heads, self.block_size, kind.head_dim)
+                    (pieces, batch_size, kind.num_heads, size // pieces * self.block_size, kind.head_dim)
                     for kind in (spec.keys, spec.values)
                 )
                 blocks: ResidentBlocks | Shard
@@ -179,7 +181,7 @@ class Pager:
                 else:
                     blocks = self._keep(tier, spec, shapes, part)
                 length = size * self.block_size
-                runs.append(BlockRun(tier, blocks, spec, batch_size, size, self.block_size, length))
+                runs.append(BlockRun(tier, blocks, spec, batch_size, sealed_length=length, length=length))
                 start, count = start + size, count - size
         self.counters.sealed_bytes += sum(run.nbytes for run in runs)
         return runs
@@ -226,7 +228,7 @@ class Pager:
         except BaseException:
             slot.abandon()
             raise
-        self.counters.read_bytes += sum(read.section.nbytes for read in reads)
+        self.counters.read_bytes += sum(read.nbytes for read in reads)
         return Lease(slot, slot.tenancy)
 
     def wait(self, lease: Lease, device: torch.device) -> bool:
@@ -287,7 +289,7 @@ class Pager:
         transfer = self._lane(states[0][0].device).transfer
         make = transfer.device_memory if tier is Tier.DEVICE else transfer.host_memory
         targets = [
-            shaped(make(kind.nbytes(shape[0] * self.block_size) * shape[1]), shape, kind.dtype)
+            shaped(make(kind.nbytes(shape[0] * shape[1] * shape[3])), shape, kind.dtype)
             for shape, kind in zip(shapes, (spec.keys, spec.values), strict=True)
         ]
         event = self._pack(targets, states)

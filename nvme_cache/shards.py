@@ -1,9 +1,9 @@
 """The shard format: one safetensors file holding a run of consecutive blocks of one layer.
 
-A shard has two tensors, `keys` and `values`, each `[num_blocks, batch, heads, block_size, head_dim]`. The header is
+A shard has two tensors, `keys` and `values`, each `[num_pieces, batch, heads, piece_length, head_dim]`. The header is
 padded with spaces, and each tensor with an explicit U8 tensor where needed, so that both begin on a page and can be
 read with `O_DIRECT`; any safetensors reader opens the file. `__metadata__` carries the format version, the layer, the
-first token, the block size and an xxh3-64 checksum of every block's keys and values.
+first token and an xxh3-64 checksum of every piece's keys and values.
 """
 
 import json
@@ -51,14 +51,14 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass(slots=True)
 class Section:
-    """One tensor of a shard: where its bytes lie and what each block's bytes hash to.
+    """One tensor of a shard: where its bytes lie and what each piece's bytes hash to.
 
     Attributes:
         name: "keys" or "values".
-        shape: `[num_blocks, batch, heads, block_size, head_dim]`.
+        shape: `[num_pieces, batch, heads, piece_length, head_dim]`.
         offset: First byte in the file, a multiple of a page.
         nbytes: Size of the tensor in bytes, without padding.
-        checksums: xxh3-64 of each block's bytes; filled when the shard is written.
+        checksums: xxh3-64 of each piece's bytes; filled when the shard is written.
     """
 
     name: str
@@ -151,42 +151,52 @@ class Shard:
         else:
             os.close(descriptor)
 
-    def read(self, section: Section, views: Sequence[memoryview], *, verify: bool) -> None:
-        """Reads one whole section into `views`, which follow the file's byte order and may extend into its padding.
+    def read(self, sections: Sequence[Section], views: Sequence[Sequence[memoryview]], *, verify: bool) -> None:
+        """Reads whole sections that follow each other in one go.
+
+        Args:
+            sections: What to read.
+            views: Where each goes: memory that follows the file's byte order and extends to the end of its padding.
+            verify: Whether to check every piece against its checksum.
 
         Raises:
-            ShardCorruptedError: the file is missing, short, or a block does not match its checksum.
+            ShardCorruptedError: the file is missing, short, or a piece does not match its checksum.
             ShardIOError: the drive refused.
         """
+        together = [view for section_views in views for view in section_views]
         try:
             if self._descriptor is not None:
-                io.read_all(self._descriptor, views, section.offset)
+                io.read_all(self._descriptor, together, sections[0].offset)
             else:
                 descriptor = io.open_file(self.path, direct=self._direct)
                 try:
-                    io.read_all(descriptor, views, section.offset)
+                    io.read_all(descriptor, together, sections[0].offset)
                 finally:
                     os.close(descriptor)
         except (EOFError, FileNotFoundError) as error:
-            raise self._corrupted(section, str(error)) from error
+            raise self._corrupted(sections, str(error)) from error
         except OSError as error:
-            raise ShardIOError(error.errno, f"cannot read {self._describe(section)}: {error.strerror}") from error
+            raise ShardIOError(error.errno, f"cannot read {self._describe(sections)}: {error.strerror}") from error
         if verify:
-            found = _checksums(section, views)
-            if found != section.checksums:
-                block = next(
-                    i for i, pair in enumerate(zip(found, section.checksums, strict=True)) if pair[0] != pair[1]
-                )
-                raise self._corrupted(section, f"block {block} does not match its checksum")
+            for section, section_views in zip(sections, views, strict=True):
+                self._check(section, _checksums(section, section_views))
 
-    def _corrupted(self, section: Section, why: str) -> ShardCorruptedError:
+    def _check(self, section: Section, found: list[int]) -> None:
+        for piece, (checksum, expected) in enumerate(zip(found, section.checksums, strict=True)):
+            if checksum != expected:
+                first = self.first_token + piece * section.shape[3]
+                why = f"tokens {first} to {first + section.shape[3] - 1} do not match their checksum"
+                raise self._corrupted([section], why)
+
+    def _corrupted(self, sections: Sequence[Section], why: str) -> ShardCorruptedError:
         return ShardCorruptedError(
-            f"{self._describe(section)} are damaged: {why}. These cached tokens are lost: start again with a new "
+            f"{self._describe(sections)} are damaged: {why}. These cached tokens are lost: start again with a new "
             "cache, and check the drive if it happens twice."
         )
 
-    def _describe(self, section: Section) -> str:
-        return f"the {section.name} of layer {self.layer_idx} in shard {self.path}"
+    def _describe(self, sections: Sequence[Section]) -> str:
+        names = " and ".join(section.name for section in sections)
+        return f"the {names} of layer {self.layer_idx} in shard {self.path}"
 
     def _header(self, checksum: int | None = None) -> bytes:
         metadata = {
@@ -194,7 +204,6 @@ class Shard:
             "version": FORMAT_VERSION,
             "layer_idx": str(self.layer_idx),
             "first_token": str(self.first_token),
-            "block_size": str(self.sections[0].shape[3]),
         }
         header: dict[str, Any] = {"__metadata__": metadata}
         at = 0
@@ -216,7 +225,7 @@ class Shard:
 
 
 def _checksums(section: Section, views: Sequence[memoryview]) -> list[int]:
-    """The xxh3-64 of each block's bytes, `views` being the section's bytes in file order."""
+    """The xxh3-64 of each piece's bytes, `views` being the section's bytes in file order."""
     remaining = iter(views)
     view = memoryview(b"")
     checksums = []

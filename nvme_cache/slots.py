@@ -108,25 +108,22 @@ class Slot:
             self._transfer.record().synchronize()
         self.tasks = []
 
-    def rows(
-        self, index: int, dtype: torch.dtype, start: int, num_blocks: int, block_size: int
-    ) -> list[memoryview] | None:
+    def rows(self, index: int, dtype: torch.dtype, start: int, shape: tuple[int, ...]) -> list[memoryview] | None:
         """Where a shard's section goes if the drive can fill the slot directly.
 
         Args:
             index: 0 for keys, 1 for values.
             dtype: What the section holds.
-            start: Token at which the first block goes.
-            num_blocks: Blocks in the section.
-            block_size: Tokens in each.
+            start: Token at which the section goes.
+            shape: Of the section, `[num_pieces, batch, heads, piece_length, head_dim]`.
 
         Returns:
-            One view per block, batch row and head, in the section's byte order; None where the slot is not host
+            One view per piece, batch row and head, in the section's byte order; None where the slot is not host
             memory, has another dtype, or a row does not begin and end on a page.
         """
-        batch_size, num_heads, capacity, head_dim = (self.keys, self.values)[index].shape
+        num_pieces, batch_size, num_heads, piece_length, head_dim = shape
         token_nbytes = head_dim * dtype.itemsize
-        row_nbytes, stride = block_size * token_nbytes, capacity * token_nbytes
+        row_nbytes, stride = piece_length * token_nbytes, self.capacity * token_nbytes
         first = (0, self._values_offset)[index] + start * token_nbytes
         aligned = row_nbytes and not (row_nbytes % ALIGNMENT or stride % ALIGNMENT or first % ALIGNMENT)
         if self._host is None or dtype != (self.keys, self.values)[index].dtype or not aligned:
@@ -134,7 +131,7 @@ class Slot:
         view = self._host.view
         heads = range(first, first + batch_size * num_heads * stride, stride)
         return [
-            view[at + block * row_nbytes : at + (block + 1) * row_nbytes] for block in range(num_blocks) for at in heads
+            view[at + piece * row_nbytes : at + (piece + 1) * row_nbytes] for piece in range(num_pieces) for at in heads
         ]
 
     def _allocate(self, nbytes: int) -> None:

@@ -10,16 +10,16 @@ small = st.integers(1, 4)
 
 
 @given(small, small, small, st.integers(1, 5), st.integers(1, 7), st.data())
-def test_pack_then_unpack_is_the_identity(batch, heads, width, num_blocks, block_size, data):
-    length = num_blocks * block_size
+def test_pack_then_unpack_is_the_identity(batch, heads, width, num_pieces, piece_length, data):
+    length = num_pieces * piece_length
     states = torch.randn(batch, length, heads, width).transpose(1, 2)  # strided, as models give them
-    blocks = torch.full((num_blocks, batch, heads, block_size, width), torch.nan)
+    blocks = torch.full((num_pieces, batch, heads, piece_length, width), torch.nan)
     split = data.draw(st.integers(0, length))
     for part, start in ((states[:, :, :split], 0), (states[:, :, split:], split)):
         for target, source in pack(blocks, start, part):
             target.copy_(source)
     for token in range(length):
-        assert torch.equal(blocks[token // block_size, :, :, token % block_size], states[:, :, token])
+        assert torch.equal(blocks[token // piece_length, :, :, token % piece_length], states[:, :, token])
 
     kept = data.draw(st.integers(0, length))
     rows = data.draw(st.none() | st.lists(st.integers(0, batch - 1), min_size=1, max_size=5).map(torch.tensor))

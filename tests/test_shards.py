@@ -46,7 +46,7 @@ def test_stock_safetensors_opens_every_shard_and_finds_the_tokens(tokens, width,
     with safe_open(path, framework="pt") as shard:
         for name, states in (("keys", keys), ("values", values[..., : width - 1])):
             blocks = shard.get_tensor(name)
-            assert blocks.shape == (tokens // 16, 1, HEADS, 16, states.shape[3])
+            assert blocks.shape == (1, 1, HEADS, tokens // 16 * 16, states.shape[3])
             whole = states[:, :, : tokens // 16 * 16]
             assert torch.equal(blocks.permute(1, 2, 0, 3, 4).flatten(2, 3), whole)
         assert shard.metadata()["format"] == "nvme-cache"
@@ -121,7 +121,9 @@ def test_every_flipped_bit_is_found(block_size, make_cache):
             file.seek(offset)
             file.write(bytes([byte ^ 0x10]))
             os.fsync(file.fileno())
-        with pytest.raises(ShardCorruptedError, match=rf"(?s)layer \d+ in shard {path}.*block \d+ does not match"):
+        with pytest.raises(
+            ShardCorruptedError, match=rf"(?s)layer \d+ in shard {path}.*tokens \d+ to \d+ do not match"
+        ):
             for _ in range(2):
                 one_more_token(cache)
 
