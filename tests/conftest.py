@@ -20,6 +20,10 @@ from transformers import (
     MistralForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 
 from nvme_cache import OffloadedNVMeCache
@@ -54,6 +58,39 @@ def tiny_model(family="llama", dtype=torch.float32, **overrides):
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model
+
+
+def tiny_hybrid():
+    """Linear attention and full attention by turns."""
+    torch.manual_seed(0)
+    config = Qwen3NextConfig(
+        hidden_size=64, intermediate_size=96, moe_intermediate_size=32, shared_expert_intermediate_size=32, head_dim=16,
+        num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2,
+        linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16,
+        vocab_size=256, layer_types=["linear_attention", "full_attention"] * 2,
+    )  # fmt: skip
+    model = Qwen3NextForCausalLM(config).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def tiny_t5():
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 256}
+    model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def prompt(length, rows=1):
+    return torch.randint(3, 250, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+def tokens(model, ids, cache, **options):
+    """The sequences that `generate` makes of `ids` with `cache`."""
+    options = {"max_new_tokens": 24, "do_sample": False} | options
+    torch.manual_seed(5)
+    return model.generate(ids, **{cache_argument(model): cache}, **options)
 
 
 @dataclass

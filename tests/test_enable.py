@@ -4,15 +4,14 @@ import copy
 
 import pytest
 import torch
-from transformers import DynamicCache, T5Config, T5ForConditionalGeneration, pipeline
+from transformers import DynamicCache, pipeline
 
 import nvme_cache
 from nvme_cache import ConfigurationError, OffloadedNVMeCache
 from nvme_cache.integration import cache_argument
 
-from .conftest import tiny_model
+from .conftest import prompt, tiny_model, tiny_t5
 from .test_cli import model_folder  # noqa: F401  (a fixture)
-from .test_decoding import T5, prompt
 
 OPTIONS = {"block_size": 16, "host_budget": 0}
 
@@ -129,9 +128,7 @@ def test_an_error_inside_generate_closes_the_cache(offload_dir):
 
 
 def test_encoder_decoder_models_get_both_caches(offload_dir, made):
-    torch.manual_seed(0)
-    model = T5ForConditionalGeneration(T5Config(**T5)).eval()
-    model.generation_config.eos_token_id = None
+    model = tiny_t5()
     expected = generate(model, prompt(20, 2))
     with nvme_cache.enable(model, offload_dir=offload_dir, block_size=8, host_budget=0):
         assert torch.equal(generate(model, prompt(20, 2)), expected)

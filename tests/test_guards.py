@@ -6,13 +6,12 @@ import threading
 
 import pytest
 import torch
-from transformers import DynamicCache, T5Config, T5ForConditionalGeneration
+from transformers import DynamicCache
 
 from nvme_cache import CacheMisuseError
 from nvme_cache.integration import cache_argument
 
-from .conftest import tiny_model
-from .test_decoding import T5, prompt, tokens
+from .conftest import prompt, tiny_model, tiny_t5, tokens
 
 
 def stock_tokens(model, ids, **options):
@@ -72,7 +71,7 @@ def test_use_cache_false(make_cache):
 
 
 def test_a_plain_cache_on_an_encoder_decoder(make_cache):
-    model = T5ForConditionalGeneration(T5Config(**T5)).eval()
+    model = tiny_t5()
     with pytest.raises(CacheMisuseError, match="EncoderDecoderCache"):
         tokens(model, prompt(20), make_cache(config=model.config))
 
