@@ -107,9 +107,10 @@ class OffloadedNVMeCache(DynamicCache):
         self._was_passed = False
         layers = [NVMeLayer(self._pager, i) if type(layer) is DynamicLayer else layer for i, layer in enumerate(stock)]
         Cache.__init__(self, layers=layers if stock else _GrowingLayers())
-        for layer_idx, layer in enumerate(stock):
-            if type(layer) is DynamicLayer and layer.keys is not None:
-                self.update(layer.keys, cast(torch.Tensor, layer.values), layer_idx)
+        for layer, filled in zip(layers, stock, strict=True):
+            if type(filled) is DynamicLayer and filled.keys is not None:
+                # Not through the cache: this is no forward, which would reach the other layers too.
+                cast(NVMeLayer, layer).update(filled.keys, cast(torch.Tensor, filled.values))
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
