@@ -12,6 +12,7 @@ from typing import Any, NoReturn, Self, cast
 import psutil
 import torch
 from accelerate.utils import convert_file_size_to_int
+from torch._compile import _disable_dynamo
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionCacheLayerMixin
 
@@ -112,6 +113,7 @@ class OffloadedNVMeCache(DynamicCache):
                 # Not through the cache: this is no forward, which would reach the other layers too.
                 cast(NVMeLayer, layer).update(filled.keys, cast(torch.Tensor, filled.values))
 
+    @_disable_dynamo  # graphs end here: compiled code could not wait for drives
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -111,6 +111,9 @@ class TestUpstream:
         assert torch._C._storage_Use_Count(storage._cdata) == alone + 1
         del view
 
+    def test_functions_can_be_kept_out_of_graphs_without_importing_the_compiler(self):
+        assert torch._compile._disable_dynamo(lambda: 1)() == 1
+
     def test_streams_and_events(self):
         assert {"wait_event", "__enter__", "__exit__"} <= set(dir(torch.Stream))
         assert {"record", "synchronize"} <= set(dir(torch.Event))

@@ -1,10 +1,13 @@
-"""What others put around a model: accelerate's hooks, tokens that an adapter puts first."""
+"""What others put around a model: accelerate's hooks, compiled graphs, tokens that an adapter puts first."""
 
 import pytest
 import torch
 from accelerate import cpu_offload, dispatch_model
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from transformers import DynamicCache
+
+import nvme_cache
+from nvme_cache.integration import cache_argument
 
 from .conftest import prompt, tiny_model, tokens
 
@@ -52,6 +55,29 @@ def watched(forward, received):
         return forward(*args, **kwargs)
 
     return watching
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_graphs_leave_out_what_the_cache_does(make_cache):
+    model, traced = tiny_model(num_hidden_layers=2), []
+
+    def watch(graph, _):
+        traced.extend(str(node.stack_trace) for node in graph.graph.nodes)
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=watch)
+    caches = make_cache(config=model.config, block_size=16), DynamicCache(config=model.config)
+    name, graphs = cache_argument(model), []
+    with torch.no_grad():
+        for start, end in [(0, 40), *((i, i + 1) for i in range(40, 60))]:
+            ids = prompt(60)[:, start:end]
+            ours, stock = compiled(ids, **{name: caches[0]}), model(ids, **{name: caches[1]})
+            assert torch.equal(ours.logits, stock.logits)
+            graphs.append(len(traced))
+    assert traced
+    assert graphs[-1] == graphs[5]
+    assert not any(nvme_cache.__path__[0] in trace for trace in traced)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
