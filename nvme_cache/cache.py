@@ -17,7 +17,7 @@ from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionCacheLayerMixin
 
 from .errors import CacheMisuseError, ConfigurationError, NVMeCacheError
-from .guards import Forward, GenerateCall, Prompt
+from .guards import Forward, GenerateCall, Prompt, generated_ids
 from .layers import NVMeLayer
 from .pager import Pager
 from .placement import ASSUMED_LAYERS, Budgets, Tier
@@ -133,6 +133,8 @@ class OffloadedNVMeCache(DynamicCache):
                 self.layers.append(NVMeLayer(self._pager, len(self.layers)))
             layer = self.layers[layer_idx]
             self._forward.enter(layer_idx, _undo(layer), self)
+            if self._forward.has_just_begun:
+                self._prompt.go_on(generated_ids(sys._getframe(1), self), self._length())
             if isinstance(layer, NVMeLayer):
                 states = self._update_paged(layer, key_states, value_states)
             else:

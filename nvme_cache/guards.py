@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -53,11 +53,21 @@ class GenerateCall:
         )
 
 
+def generated_ids(frame: FrameType | None, cache: object) -> torch.Tensor | None:
+    """The sequences, `[batch, length]`, that the `generate` above `frame` which was given `cache` has come to."""
+    while frame is not None:
+        if frame.f_code.co_name in ("_sample", "_assisted_decoding") and _was_given(frame, cache):
+            return cast(torch.Tensor | None, frame.f_locals.get("input_ids"))
+        frame = frame.f_back
+    return None
+
+
 class Prompt:
-    """The tokens the cache is known to hold, from the first on: those of the last prompt."""
+    """The tokens the cache is known to hold, from the first on: the last prompt and what was generated behind it."""
 
     def __init__(self) -> None:
         self._ids: torch.Tensor | None = None
+        self._was_whole = False  # whether the call under way was passed all tokens, not only new ones
 
     def check(self, call: GenerateCall, cached_length: int) -> int:
         """Compares a new call with what the cache holds.
@@ -80,6 +90,7 @@ class Prompt:
         if not call.use_cache:
             raise CacheMisuseError("use_cache=False together with a cache would process every token again and again")
         length = call.input_ids.shape[1]
+        self._was_whole = call.total_length == length
         if call.total_length < 0:  # embeddings: no tokens to compare
             return cached_length
         if call.total_length != length:
@@ -92,7 +103,7 @@ class Prompt:
         if cached_length and self._ids is not None:
             known = min(self._ids.shape[1], cached_length, length)
             same = call.input_ids.shape[0] == self._ids.shape[0] and torch.equal(
-                call.input_ids[:, :known].cpu(), self._ids[:, :known]
+                call.input_ids[:, :known].cpu(), self._ids[:, :known].cpu()
             )
             if not same:
                 raise CacheMisuseError(
@@ -108,6 +119,18 @@ class Prompt:
         self._ids = call.input_ids.cpu().clone()
         return min(cached_length, length - 1)
 
+    def go_on(self, ids: torch.Tensor | None, cached_length: int) -> None:
+        """Notes that a forward begins.
+
+        Args:
+            ids: What `generate` has come to, `[batch, length]`; None if it is not under way.
+            cached_length: Tokens in the cache.
+        """
+        if ids is not None and self._was_whole:
+            self._ids = ids
+        elif cached_length:
+            self.crop(cached_length)  # tokens of a forward that was taken back
+
     def crop(self, length: int) -> None:
         """Forgets tokens from `length` on."""
         if self._ids is not None:
@@ -115,7 +138,7 @@ class Prompt:
 
     def forget(self) -> None:
         """Forgets all: the rows or tokens the cache holds were changed from outside."""
-        self._ids = None
+        self._ids, self._was_whole = None, False
 
 
 class Forward:
@@ -129,6 +152,11 @@ class Forward:
         self._last_layer: int | None = None  # where whole forwards end
         self._highest_layer = -1
         self._thread = threading.get_ident()
+
+    @property
+    def has_just_begun(self) -> bool:
+        """Whether the layer entered last is the first of its forward."""
+        return len(self._current.undo) == 1
 
     @property
     def is_broken(self) -> bool:
@@ -205,9 +233,12 @@ def _is_generating(thread: int, cache: object) -> bool:
     """Whether `thread` is inside a `generate` that was given `cache`."""
     frame = sys._current_frames().get(thread)
     while frame is not None:
-        if frame.f_code.co_name == "generate":
-            kwargs: Any = frame.f_locals.get("model_kwargs")
-            if isinstance(kwargs, dict) and any(value is cache for value in kwargs.values()):
-                return True
+        if frame.f_code.co_name == "generate" and _was_given(frame, cache):
+            return True
         frame = frame.f_back
     return False
+
+
+def _was_given(frame: FrameType, cache: object) -> bool:
+    kwargs: Any = frame.f_locals.get("model_kwargs")
+    return isinstance(kwargs, dict) and any(value is cache for value in kwargs.values())

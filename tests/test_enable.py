@@ -188,6 +188,27 @@ class TestPipelines:
         with pytest.raises(nvme_cache.CacheMisuseError, match=r"enable\(model\)"):
             pipe(TEXTS[3], **options, **cache)
 
+    @pytest.mark.parametrize("rendered", ["m.content", "m.content | reverse"], ids=["as generated", "differently"])
+    def test_a_chat_on_one_cache(self, rendered, pipe, make_cache):
+        """Equals a chat without a cache as long as the template gives answers back as they were generated."""
+        tokenizer = pipe.tokenizer
+        tokenizer.chat_template = (
+            "{% for m in messages %}<{{ m.role }}>{{ RENDERED if m.role == 'assistant' else m.content }}{% endfor %}"
+            "{% if add_generation_prompt %}<assistant>{% endif %}"
+        ).replace("RENDERED", rendered)
+        letters = {i for i in range(256) if tokenizer.decode([i]).isalpha() and tokenizer.decode([i]).isascii()}
+        options = {"max_new_tokens": 12, "do_sample": False, "suppress_tokens": sorted(set(range(256)) - letters)}
+        cache = {cache_argument(pipe.model): make_cache(config=pipe.model.config, block_size=8)}
+        chat = [{"role": "user", "content": TEXTS[0]}]
+        for turn in range(5):
+            answered = pipe(chat, **options)[0]["generated_text"]
+            if turn and rendered != "m.content":
+                with pytest.raises(nvme_cache.CacheMisuseError, match="of another prompt"):
+                    pipe(chat, **options, **cache)
+                return
+            assert pipe(chat, **options, **cache)[0]["generated_text"] == answered
+            chat = [*answered, {"role": "user", "content": TEXTS[1]}]
+
 
 def test_the_readmes_pipeline_example(model_folder, offload_dir, monkeypatch):  # noqa: F811
     """Runs the example as it stands, on a tiny model."""

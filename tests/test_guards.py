@@ -29,6 +29,29 @@ def test_another_prompt_on_a_full_cache(make_cache):
     assert torch.equal(tokens(model, prompt(90) + 1, cache), stock_tokens(model, prompt(90) + 1))
 
 
+HOW = {
+    "greedy": {},
+    "sampling several": {"do_sample": True, "num_return_sequences": 2},
+    "prompt lookup": {"prompt_lookup_num_tokens": 3},
+    "in chunks": {"prefill_chunk_size": 7},
+}
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_going_on_from_an_answer_that_was_changed(how, make_cache):
+    """As a chat template does that renders an answer differently from how it was generated."""
+    model = tiny_model()
+    cache = make_cache(config=model.config, block_size=16)
+    answered = tokens(model, prompt(40), cache, **HOW[how])
+    longer = torch.cat([answered, prompt(5, len(answered))], dim=1)
+    for changed in (40, 62):
+        other = longer.clone()
+        other[-1, changed] = (other[-1, changed] + 1) % 250
+        with pytest.raises(CacheMisuseError, match="of another prompt"):
+            tokens(model, other, cache)
+    assert torch.equal(tokens(model, longer, cache), stock_tokens(model, longer))
+
+
 @pytest.mark.parametrize("length", [40, 30, 63])
 def test_a_prompt_that_is_cached_already_is_stepped_back_into(length, make_cache):
     model = tiny_model()
@@ -139,6 +162,29 @@ def test_an_interrupted_generate_may_simply_be_called_again(make_cache):
         tokens(model, prompt(40), cache)
     hook.remove()
     assert torch.equal(tokens(model, prompt(40), cache), stock_tokens(model, prompt(40)))
+
+
+def test_tokens_of_an_interrupted_generate_are_not_held_against_later_ones(make_cache):
+    model = tiny_model()
+    cache = make_cache(config=model.config, block_size=16)
+    steps = []
+
+    def interrupt(*_):
+        steps.append(1)
+        if len(steps) == 8:
+            raise KeyboardInterrupt
+
+    hook = model.model.layers[2].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        tokens(model, prompt(40), cache)
+    hook.remove()
+    cached = cache.layers[3].get_seq_length()
+    whole = torch.cat([stock_tokens(model, prompt(40))[:, :cached], prompt(5) + 1], dim=1)
+    cache.crop(0)
+    with torch.no_grad():
+        model(whole[:, cached:], **{cache_argument(model): cache})
+    longer = torch.cat([whole, prompt(3)], dim=1)
+    assert torch.equal(tokens(model, longer, cache), stock_tokens(model, longer))
 
 
 def test_a_first_forward_that_was_interrupted(make_cache):
