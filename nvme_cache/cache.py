@@ -17,7 +17,7 @@ from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionCacheLayerMixin
 
 from .errors import CacheMisuseError, ConfigurationError, NVMeCacheError
-from .guards import Forward, GenerateCall, Prompt, generated_ids
+from .guards import Forward, GenerateCall, Progress, Prompt
 from .layers import NVMeLayer
 from .pager import Pager
 from .placement import ASSUMED_LAYERS, Budgets, Tier
@@ -132,9 +132,9 @@ class OffloadedNVMeCache(DynamicCache):
             while self._grows and len(self.layers) <= layer_idx:
                 self.layers.append(NVMeLayer(self._pager, len(self.layers)))
             layer = self.layers[layer_idx]
+            if self._forward.begins_at(layer_idx):
+                self._prompt.go_on(Progress.above(sys._getframe(1), self), self._length())
             self._forward.enter(layer_idx, _undo(layer), self)
-            if self._forward.has_just_begun:
-                self._prompt.go_on(generated_ids(sys._getframe(1), self), self._length())
             if isinstance(layer, NVMeLayer):
                 states = self._update_paged(layer, key_states, value_states)
             else:

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 import torch
 
@@ -53,13 +53,22 @@ class GenerateCall:
         )
 
 
-def generated_ids(frame: FrameType | None, cache: object) -> torch.Tensor | None:
-    """The sequences, `[batch, length]`, that the `generate` above `frame` which was given `cache` has come to."""
-    while frame is not None:
-        if frame.f_code.co_name in ("_sample", "_assisted_decoding") and _was_given(frame, cache):
-            return cast(torch.Tensor | None, frame.f_locals.get("input_ids"))
-        frame = frame.f_back
-    return None
+class Progress(NamedTuple):
+    """How far a `generate` has come: its sequences, `[batch, length]`, and whether they answer to encoded input."""
+
+    ids: torch.Tensor
+    is_encoder_decoder: bool
+
+    @classmethod
+    def above(cls, frame: FrameType | None, cache: object) -> "Progress | None":
+        """That of the call above `frame` that was given `cache`; None if there is none that looks as expected."""
+        while frame is not None:
+            if frame.f_code.co_name in ("_sample", "_assisted_decoding") and _was_given(frame, cache):
+                ids, model = (frame.f_locals.get(name) for name in ("input_ids", "self"))
+                config = getattr(model, "config", None)
+                return cls(ids, config.is_encoder_decoder) if isinstance(ids, torch.Tensor) and config else None
+            frame = frame.f_back
+        return None
 
 
 class Prompt:
@@ -119,15 +128,24 @@ class Prompt:
         self._ids = call.input_ids.cpu().clone()
         return min(cached_length, length - 1)
 
-    def go_on(self, ids: torch.Tensor | None, cached_length: int) -> None:
+    def go_on(self, progress: Progress | None, cached_length: int) -> None:
         """Notes that a forward begins.
 
         Args:
-            ids: What `generate` has come to, `[batch, length]`; None if it is not under way.
+            progress: How far `generate` has come; None if it is not under way.
             cached_length: Tokens in the cache.
+
+        Raises:
+            CacheMisuseError: an encoder-decoder model begins another answer on top of an earlier one.
         """
-        if ids is not None and self._was_whole:
-            self._ids = ids
+        if progress is not None and progress.is_encoder_decoder:
+            if cached_length >= progress.ids.shape[1]:
+                raise CacheMisuseError(
+                    f"this cache holds {cached_length} tokens of an earlier call, and the one beside it what was then "
+                    "encoded; make new caches for each input, or call reset() on the EncoderDecoderCache"
+                )
+        elif progress is not None and self._was_whole:
+            self._ids = progress.ids
         elif cached_length:
             self.crop(cached_length)  # tokens of a forward that was taken back
 
@@ -153,10 +171,9 @@ class Forward:
         self._highest_layer = -1
         self._thread = threading.get_ident()
 
-    @property
-    def has_just_begun(self) -> bool:
-        """Whether the layer entered last is the first of its forward."""
-        return len(self._current.undo) == 1
+    def begins_at(self, layer_idx: int) -> bool:
+        """Whether a forward begins if this layer is updated next."""
+        return not self._current.undo or layer_idx in self._current.undo
 
     @property
     def is_broken(self) -> bool:
@@ -241,4 +258,5 @@ def _is_generating(thread: int, cache: object) -> bool:
 
 def _was_given(frame: FrameType, cache: object) -> bool:
     kwargs: Any = frame.f_locals.get("model_kwargs")
-    return isinstance(kwargs, dict) and any(value is cache for value in kwargs.values())
+    given = kwargs.values() if isinstance(kwargs, dict) else ()
+    return any(value is cache or getattr(value, "self_attention_cache", None) is cache for value in given)

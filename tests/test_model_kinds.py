@@ -1,9 +1,17 @@
-"""Models that are more than a stack of attention: linear layers between, an encoder before."""
+"""Models that are more than a stack of attention: linear layers between, an encoder before, images among the words."""
 
 import pytest
 import torch
-from transformers import DynamicCache, EncoderDecoderCache, WhisperConfig, WhisperForConditionalGeneration
+from transformers import (
+    DynamicCache,
+    EncoderDecoderCache,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
+)
 
+from nvme_cache import CacheMisuseError
 from nvme_cache.integration import cache_argument
 
 from .conftest import assert_parity, prompt, tiny_hybrid, tiny_t5, tokens
@@ -21,20 +29,49 @@ def test_hybrid_of_linear_and_full_attention_step_by_step(make_cache):
             assert states.shape[0] == cache.layers[1].batch_size
 
 
-@pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
+def test_layers_are_fetched_ahead_across_linear_ones(make_cache, monkeypatch):
+    model = tiny_hybrid()
+    cache = make_cache(config=model.config, block_size=16)
+    tokens(model, prompt(60), cache, max_new_tokens=3)
+    fetches = []
+    fetch = cache._pager.fetch
+    monkeypatch.setattr(cache._pager, "fetch", lambda *args, **how: fetches.append(how["steal"]) or fetch(*args, **how))
+    name, states = cache_argument(model), prompt(9)
+    with torch.no_grad():
+        for i in range(9):
+            model(states[:, i : i + 1], **{name: cache})
+    assert not any(fetches)  # none because its layer had to have it at once
+
+
+def both_caches(paged, config):
+    return EncoderDecoderCache(paged, DynamicCache(config=config))
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True}], ids=["greedy", "beams", "sampling"])
 def test_encoder_decoder(options, make_cache):
     model = tiny_t5()
     config = model.config.get_text_config(decoder=True)
-    stock = EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config))
-    ours = EncoderDecoderCache(make_cache(config=config, block_size=8), DynamicCache(config=config))
-    expected = tokens(model, prompt(20, 2), stock, **options)
-    assert torch.equal(tokens(model, prompt(20, 2), ours, **options), expected)
-    ours.reset()
-    stock.reset()
-    if stock.get_seq_length() == 0:  # in older versions upstream's own reset, which the cross-attention has, keeps it
-        other = prompt(20, 2) + 1
-        fresh = EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config))
-        assert torch.equal(tokens(model, other, ours, **options), tokens(model, other, fresh, **options))
+    ours = both_caches(make_cache(config=config, block_size=8), config)
+    answers = []
+    for text in (prompt(20, 2), prompt(20, 2) + 1):
+        expected = tokens(model, text, both_caches(DynamicCache(config=config), config), **options)
+        assert torch.equal(tokens(model, text, ours, **options), expected)
+        answers.append(expected)
+        ours.reset()
+        if ours.cross_attention_cache.get_seq_length():  # in older versions upstream's own reset keeps the length
+            ours.cross_attention_cache = DynamicCache(config=config)
+    assert not torch.equal(*answers)
+
+
+def test_another_input_without_a_reset_is_refused(make_cache):
+    model = tiny_t5()
+    config = model.config.get_text_config(decoder=True)
+    cache = both_caches(make_cache(config=config, block_size=8), config)
+    answer = tokens(model, prompt(20, 2), cache)
+    with pytest.raises(CacheMisuseError, match=r"24 tokens of an earlier call.*reset\(\)"):
+        tokens(model, prompt(20, 2) + 1, cache)
+    with pytest.raises(CacheMisuseError, match=r"reset\(\)"):  # upstream would compute the whole answer once more
+        tokens(model, prompt(20, 2), cache, decoder_input_ids=torch.cat([answer, prompt(3, 2)], dim=1))
 
 
 def test_cross_attention_may_be_paged_too(make_cache):
@@ -59,10 +96,9 @@ def test_cross_attention_may_be_paged_too(make_cache):
         suppress_tokens=None,
     )
     model = WhisperForConditionalGeneration(config).eval()
-    features = torch.randn(2, 8, 100)
     name = cache_argument(model)
 
-    def run(cache):
+    def run(features, cache):
         with torch.no_grad():
             logits = [
                 model(input_features=features, decoder_input_ids=prompt(1, 2), **{name: cache}, use_cache=True).logits
@@ -70,5 +106,42 @@ def test_cross_attention_may_be_paged_too(make_cache):
             ]
         return torch.stack(logits)
 
-    expected = run(EncoderDecoderCache(DynamicCache(), DynamicCache()))
-    assert torch.equal(run(EncoderDecoderCache(make_cache(block_size=8), make_cache(block_size=8))), expected)
+    ours = EncoderDecoderCache(make_cache(block_size=8), make_cache(block_size=8))
+    for features in torch.randn(2, 2, 8, 100):
+        expected = run(features, EncoderDecoderCache(DynamicCache(), DynamicCache()))
+        assert torch.equal(run(features, ours), expected)
+        ours.reset()
+
+
+def test_images_among_the_words_in_one_call_after_another(make_cache):
+    """The model itself remembers where an image put the positions, and looks at the cache to know when to use it."""
+    torch.manual_seed(0)
+    text = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": 4096, "pad_token_id": 0,
+            "bos_token_id": 0, "eos_token_id": 1,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}}  # fmt: skip
+    vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 32, "num_heads": 4, "out_hidden_size": 64,
+              "fullatt_block_indexes": [1], "patch_size": 14, "spatial_merge_size": 1}  # fmt: skip
+    image, start, end = 252, 254, 255
+    config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, image_token_id=image, video_token_id=253,
+                              vision_start_token_id=start, vision_end_token_id=end)  # fmt: skip
+    model = Qwen2_5_VLForConditionalGeneration(config).eval()
+    model.generation_config.eos_token_id = None
+
+    def run(make):
+        results = []
+        for height, width, after in ((4, 6, 10), (2, 2, 30)):
+            shown = torch.tensor([[start] + [image] * height * width + [end]])
+            ids = torch.cat([prompt(20), shown, prompt(after) + 1], dim=1)
+            pixels = torch.randn(height * width, 3 * 2 * 14 * 14, generator=torch.Generator().manual_seed(height))
+            inputs = {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, height, width]])}
+            cache = make()
+            results.append(tokens(model, ids, cache, mm_token_type_ids=(ids == image).long(), **inputs))
+            assert cache.get_seq_length() == results[-1].shape[1] - 1
+            results.append(tokens(model, torch.cat([results[-1], prompt(5)], dim=1), cache))
+            results.append(model.model.rope_deltas)
+        return results
+
+    ours = run(lambda: make_cache(config=config.get_text_config(), block_size=16))
+    assert all(map(torch.equal, ours, run(lambda: DynamicCache(config=config))))
+    assert not torch.equal(ours[2], ours[5])
