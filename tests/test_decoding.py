@@ -12,8 +12,9 @@ from transformers.generation.streamers import BaseStreamer
 
 from nvme_cache import OffloadedNVMeCache, io
 from nvme_cache.integration import cache_argument
+from nvme_cache.transfer import HostTransfer
 
-from .conftest import FAMILIES, assert_parity, prompt, tiny_model, tokens
+from .conftest import FAMILIES, assert_parity, prompt, tiny_hybrid, tiny_model, tokens
 
 MODES = {
     "greedy": {},
@@ -49,18 +50,32 @@ def test_attention_implementations(attention, family, make_cache):
     assert_parity(model, make_cache(config=model.config, block_size=16), 60, 2)
 
 
-def test_flex_attention(make_cache):
+def test_flex_attention_over_many_blocks(make_cache):
     model = tiny_model()
     model.set_attn_implementation("flex_attention")
-    assert_parity(model, make_cache(config=model.config, block_size=16), 60, new_tokens=3)
+    assert_parity(model, make_cache(config=model.config, block_size=16), 300, new_tokens=3)
 
 
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])  # Gemma's assistants ask the hub for a tokenizer
-def test_assisted(family, make_cache):
+def test_assisted(family, attention, make_cache):
     model, assistant = tiny_model(family), tiny_model(family, num_hidden_layers=2)
-    options = {"assistant_model": assistant}
-    expected = tokens(model, prompt(60), DynamicCache(config=model.config), **options)
-    assert torch.equal(tokens(model, prompt(60), make_cache(config=model.config, block_size=16), **options), expected)
+    for either in (model, assistant):
+        either.set_attn_implementation(attention)
+    cache = make_cache(config=model.config, block_size=16)
+    expected = tokens(model, prompt(60), DynamicCache(config=model.config))  # what it would say alone
+    assert torch.equal(tokens(model, prompt(60), cache, assistant_model=assistant), expected)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("family", ["mistral", "gemma3"])
+def test_guesses_beyond_a_sliding_window(family, attention, make_cache):
+    model = tiny_model(family)
+    model.set_attn_implementation(attention)
+    repeating = prompt(20).repeat(1, 4)
+    expected = tokens(model, repeating, DynamicCache(config=model.config))  # what it would say without guesses
+    cache = make_cache(config=model.config, block_size=16)
+    assert torch.equal(tokens(model, repeating, cache, prompt_lookup_num_tokens=3), expected)
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["whole sequence", "new tokens and a mask over all"])
@@ -161,19 +176,34 @@ def test_a_left_padded_batch_goes_on_with_a_longer_mask(family, make_cache):
     assert torch.equal(*results)
 
 
-@pytest.mark.parametrize("mode", ["greedy", "beams", "prompt lookup", "chunks of 7"])
-def test_drives_and_threads_may_be_slow_at_any_moment(mode, make_cache, monkeypatch):
-    """Delays where the drive is asked: nothing may rest on a read or a write having been fast."""
+@pytest.fixture
+def slow_drive(monkeypatch):
+    """Delays where the drive is asked and where blocks are copied: nothing may rest on either having been fast."""
     chance = random.Random(0)
-    for name in ("read_all", "write_all"):
-        original = getattr(io, name)
 
-        def delayed(*arguments, original=original):
-            time.sleep(chance.choice([0, 0, 0.002, 0.01]))
+    def delay(owner, name):
+        original = getattr(owner, name)
+
+        def delayed(*arguments):
+            time.sleep(chance.choice([0, 0, 0, 0.005]))
             original(*arguments)
 
-        monkeypatch.setattr(io, name, delayed)
+        monkeypatch.setattr(owner, name, delayed)
+
+    for owner, name in ((io, "read_all"), (io, "write_all"), (HostTransfer, "copy")):
+        delay(owner, name)
+
+
+@pytest.mark.parametrize("mode", ["greedy", "beams", "prompt lookup", "chunks of 7"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_drives_and_threads_may_be_slow_at_any_moment(mode, attention, slow_drive, make_cache):
     model = tiny_model()
+    model.set_attn_implementation(attention)
     cache = make_cache(config=model.config, block_size=16, host_budget=2 * 4096 * 4)
     expected = tokens(model, prompt(60), DynamicCache(config=model.config), **MODES[mode])
     assert torch.equal(tokens(model, prompt(60), cache, **MODES[mode]), expected)
+
+
+def test_a_slow_drive_under_a_hybrid_step_by_step(slow_drive, make_cache):
+    model = tiny_hybrid()
+    assert_parity(model, make_cache(config=model.config, block_size=16), 60, 2, new_tokens=64)

@@ -95,6 +95,46 @@ def test_a_decode_step_allocates_no_memory_that_grows_with_context(on_host, make
     assert long <= short + 50 < layer_pages / 100
 
 
+FLAT = """
+    import gc, os, sys, threading
+    from pathlib import Path
+    import psutil
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from nvme_cache import OffloadedNVMeCache
+
+    folder, process = Path(sys.argv[1]), psutil.Process()
+    config = LlamaConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, head_dim=64,
+                         vocab_size=256, eos_token_id=None)
+    model = LlamaForCausalLM(config).eval()
+
+    def used():
+        gc.collect()
+        disk = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        return process.num_fds(), threading.active_count(), disk, process.memory_info().rss
+
+    for call in range(50):
+        cache = OffloadedNVMeCache(config=config, offload_dir=folder, block_size=64, host_budget=0)
+        output = model.generate(torch.randint(3, 250, (1, 1024)), past_key_values=cache, max_new_tokens=4,
+                                return_dict_in_generate=True)
+        assert output.past_key_values.get_seq_length() == 1027
+        del cache, output
+        if call == 9:
+            before = used()
+    after = used()
+    assert after[:3] == before[:3], (before, after)
+    print(after[3] - before[3])
+"""
+
+
+def test_fifty_generates_leave_nothing_behind(offload_dir):
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(FLAT), str(offload_dir)]
+    run = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"})
+    assert run.returncode == 0, run.stderr
+    one_cache = 2 * 1024 * 4 * 64 * 2 * 4  # layers, tokens, heads, width, keys and values, bytes
+    assert int(run.stdout) < 2 * one_cache  # of the forty made in between
+
+
 def test_nothing_in_the_package_concatenates_history():
     from pathlib import Path
 

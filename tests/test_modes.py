@@ -1,11 +1,16 @@
 """Inference mode, no_grad and gradients may follow each other on one cache, in any order."""
 
 import contextlib
+import copy
 import itertools
 
 import pytest
 import torch
 from transformers import DynamicCache
+
+from nvme_cache.integration import cache_argument
+
+from .conftest import prompt, tiny_model, tokens
 
 MODES = {"inference": torch.inference_mode, "no_grad": torch.no_grad, "grad": contextlib.nullcontext}
 
@@ -34,6 +39,21 @@ def test_gradients_reach_the_new_tokens_and_never_the_old(make_cache):
     (keys.sum() + 2 * values.sum()).backward()
     assert old.grad is None
     assert torch.equal(new.grad, torch.stack([torch.ones(1, 2, 3, 16), torch.full((1, 2, 3, 16), 2.0)]))
+
+
+def test_a_prefix_filled_with_gradients_can_be_copied_again_and_again(make_cache):
+    model = tiny_model()
+    cache = make_cache(config=model.config, block_size=16)
+    model(prompt(50), **{cache_argument(model): cache})
+    cache._pager.flush()
+    shards = {path: path.read_bytes() for path in cache.offload_path.glob("*.safetensors")}
+    for start in range(3):
+        copied = copy.deepcopy(cache)
+        whole = torch.cat([prompt(50), prompt(5) + start], dim=1)
+        assert torch.equal(tokens(model, whole, copied), tokens(model, whole, DynamicCache(config=model.config)))
+        copied.close()
+    assert shards and shards == {path: path.read_bytes() for path in cache.offload_path.glob("*.safetensors")}
+    assert cache.get_seq_length() == 50
 
 
 def test_what_autograd_saved_survives_later_updates(make_cache):

@@ -1,6 +1,7 @@
 """What a cache can be asked apart from decoding: tokens in any order and of any shape, rows, sizes, budgets."""
 
 import copy
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -72,6 +73,32 @@ def test_rows_may_be_named_as_any_index(rows, of, make_cache):
     assert torch.equal(cache.layers[0].keys, stock.layers[0].keys)
 
 
+@pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 25, 39, 40, 41, 1000])
+@pytest.mark.parametrize("of", ["cache", "layer"])
+def test_cropping_leaves_the_oldest_tokens(count, of, make_cache):
+    cache = make_cache(block_size=16)
+    states = torch.randn(2, 1, 2, 40, 16)
+    for layer_idx in range(2):
+        cache.update(*states, layer_idx)
+    for target in [cache] if of == "cache" else cache.layers:
+        target.crop(-count)
+    kept = max(0, 40 - count)
+    assert [cache.get_seq_length(layer_idx) for layer_idx in range(2)] == [kept] * 2
+    assert torch.equal(cache.layers[0].keys, states[0, :, :, :kept])
+    new = torch.randn(2, 1, 2, 1, 16)
+    with torch.no_grad():
+        keys, values = cache.update(*new, 0)
+    assert torch.equal(keys, torch.cat([states[0, :, :, :kept], new[0]], dim=2))
+    assert torch.equal(values, torch.cat([states[1, :, :, :kept], new[1]], dim=2))
+
+
+def test_cropping_what_was_never_filled(make_cache):
+    cache = make_cache(config=tiny_model().config)
+    cache.crop(-5)
+    cache.crop(0)
+    assert cache.get_seq_length() == 0
+
+
 def test_selecting_no_rows_leaves_nothing(make_cache):
     cache = make_cache(block_size=16)
     cache.update(*torch.randn(2, 2, 2, 40, 16), 0)
@@ -121,5 +148,7 @@ def test_asking_reads_nothing(make_cache):
     assert cache.get_seq_length() == 40
     assert cache.batch_size == 1
     assert cache.is_croppable and not cache.is_compileable
+    # Whatever walks through a model's inputs, to move or to export them, must see one opaque object.
     assert not hasattr(cache, "to")
+    assert not isinstance(cache, torch.nn.Module | tuple | list | Mapping)
     assert cache._pager.counters.read_bytes == before

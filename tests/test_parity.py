@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from nvme_cache.integration import cache_argument
 
-from .conftest import FAMILIES, assert_parity, tiny_model
+from .conftest import FAMILIES, assert_parity, prompt, tiny_model, tokens
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -51,6 +52,15 @@ BUDGETS = {
 
 
 @pytest.mark.parametrize("budgets", BUDGETS)
+def test_beams_in_tiers(budgets, make_cache):
+    model = tiny_model()
+    device_budget, host_budget = BUDGETS[budgets]
+    cache = make_cache(config=model.config, block_size=16, device_budget=device_budget, host_budget=host_budget)
+    expected = tokens(model, prompt(100), DynamicCache(config=model.config), num_beams=4)
+    assert torch.equal(tokens(model, prompt(100), cache, num_beams=4), expected)
+
+
+@pytest.mark.parametrize("budgets", BUDGETS)
 @pytest.mark.parametrize("chunk", [None, 33])
 def test_tiers(budgets, chunk, make_cache):
     model = tiny_model()
@@ -70,13 +80,18 @@ def test_tiers(budgets, chunk, make_cache):
     assert (usage["device"], usage["host"], usage["nvme"]) == expected
 
 
-def test_both_argument_names_with_and_without_config(make_cache):
+@pytest.mark.parametrize("options", [{}, {"num_beams": 4, "do_sample": True}], ids=["greedy", "beam sampling"])
+def test_both_argument_names_with_and_without_config(options, make_cache):
     model = tiny_model()
     ids = torch.arange(3, 103)[None]
-    expected = model.generate(ids, max_new_tokens=8, do_sample=False)
-    assert torch.equal(model.generate(ids, past_key_values=make_cache(), max_new_tokens=8, do_sample=False), expected)
-    named = {cache_argument(model): make_cache(config=model.config)}
-    assert torch.equal(model.generate(ids, **named, max_new_tokens=8, do_sample=False), expected)
+    options = {"max_new_tokens": 8, "do_sample": False} | options
+    caches = [{}, {"past_key_values": make_cache()}, {cache_argument(model): make_cache(config=model.config)}]
+    results = []
+    for cache in caches:
+        torch.manual_seed(0)
+        results.append(model.generate(ids, **cache, **options))
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
 
 
 def test_the_returned_cache_is_the_one_passed(make_cache):
