@@ -181,17 +181,18 @@ def slow_drive(monkeypatch):
     """Delays where the drive is asked and where blocks are copied: nothing may rest on either having been fast."""
     chance = random.Random(0)
 
-    def delay(owner, name):
+    def delay(owner, name, longest):
         original = getattr(owner, name)
 
         def delayed(*arguments):
-            time.sleep(chance.choice([0, 0, 0, 0.005]))
+            time.sleep(chance.choice([0, 0, 0, longest]))
             original(*arguments)
 
         monkeypatch.setattr(owner, name, delayed)
 
-    for owner, name in ((io, "read_all"), (io, "write_all"), (HostTransfer, "copy")):
-        delay(owner, name)
+    delay(io, "read_all", 0.005)
+    delay(io, "write_all", 0.2)  # longer than a step takes
+    delay(HostTransfer, "copy", 0.005)
 
 
 @pytest.mark.parametrize("mode", ["greedy", "beams", "prompt lookup", "chunks of 7"])
