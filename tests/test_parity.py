@@ -83,14 +83,17 @@ def test_tiers(budgets, chunk, make_cache):
 def test_both_argument_names_with_and_without_config(options, make_cache):
     model = tiny_model()
     ids = torch.arange(3, 103)[None]
-    options = {"max_new_tokens": 8, "do_sample": False} | options
-    caches = [{}, {"past_key_values": make_cache()}, {cache_argument(model): make_cache(config=model.config)}]
-    results = []
-    for cache in caches:
+    options = {"max_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True} | options
+    logits = []
+    for cache in (
+        {},
+        {"past_key_values": make_cache(block_size=4)},
+        {cache_argument(model): make_cache(config=model.config, block_size=4)},
+    ):
         torch.manual_seed(0)
-        results.append(model.generate(ids, **cache, **options))
-    assert torch.equal(results[0], results[1])
-    assert torch.equal(results[0], results[2])
+        logits.append(torch.stack(model.generate(ids, **cache, **options, output_logits=True).logits))
+    assert torch.equal(logits[0], logits[1])
+    assert torch.equal(logits[0], logits[2])
 
 
 def test_the_returned_cache_is_the_one_passed(make_cache):
