@@ -70,14 +70,16 @@ def test_compiled_graphs_leave_out_what_the_cache_does(make_cache):
     caches = make_cache(config=model.config, block_size=16), DynamicCache(config=model.config)
     name, graphs = cache_argument(model), []
     with torch.no_grad():
-        for start, end in [(0, 40), *((i, i + 1) for i in range(40, 60))]:
-            ids = prompt(60)[:, start:end]
+        for start, end in [(0, 40), *((i, i + 1) for i in range(40, 70))]:
+            ids = prompt(70)[:, start:end]
             ours, stock = compiled(ids, **{name: caches[0]}), model(ids, **{name: caches[1]})
             assert torch.equal(ours.logits, stock.logits)
             graphs.append(len(traced))
     assert traced
-    assert graphs[-1] == graphs[5]
-    assert not any(nvme_cache.__path__[0] in trace for trace in traced)
+    assert graphs[-1] == graphs[15]
+    ours = [trace for trace in traced if nvme_cache.__path__[0] in trace]
+    # Sums of lengths, which masks need, are all that may be there.
+    assert all("in get_seq_length" in trace or "in get_mask_sizes" in trace for trace in ours)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
