@@ -194,7 +194,9 @@ class Forward:
                 using the cache.
         """
         self.check_thread(owner)
-        if layer_idx in self._current.undo:  # a new forward begins
+        if self.begins_at(layer_idx) and not _is_inside_a_model():
+            self.reset()  # whoever fills layers by hand does so in any order
+        elif layer_idx in self._current.undo:  # a new forward begins
             if self.is_broken:
                 self.roll_back()
                 raise CacheMisuseError(
@@ -254,6 +256,13 @@ def _is_generating(thread: int, cache: object) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def _is_inside_a_model() -> bool:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "_call_impl":  # of torch.nn.Module
+        frame = frame.f_back
+    return frame is not None
 
 
 def _was_given(frame: FrameType, cache: object) -> bool:

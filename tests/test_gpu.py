@@ -9,8 +9,8 @@ from transformers import DynamicCache
 
 from nvme_cache import io
 
-from .conftest import FAMILIES, assert_parity, assert_same, generate, tiny_model
-from .test_decoding import MODES, prompt, tokens
+from .conftest import FAMILIES, assert_parity, assert_same, generate, prompt, tiny_model, tokens
+from .test_decoding import MODES
 
 pytestmark = pytest.mark.gpu
 

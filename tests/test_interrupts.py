@@ -52,17 +52,19 @@ def test_an_interrupt_at_any_line(length, tier, make_cache):
         stock.update(*history[layer_idx], layer_idx)
         expected = stock.update(*new[layer_idx], layer_idx)
 
-    def fill(cache):
-        for layer_idx in range(LAYERS):
-            cache.update(*history[layer_idx], layer_idx)
+    class Model(torch.nn.Module):
+        def forward(self, cache, states):
+            for layer_idx in range(LAYERS):
+                returned = cache.update(*states[layer_idx], layer_idx)
+            return returned
+
+    model = Model()
 
     def forward(cache):
-        for layer_idx in range(LAYERS):
-            returned = cache.update(*new[layer_idx], layer_idx)
-        return returned
+        return model(cache, new)
 
     cache = make_cache(block_size=16, host_budget=(1 << 30) if tier == "host" else 0, prefetch_depth=1)
-    fill(cache)
+    model(cache, history)
     forward(cache)  # ends the first forward, and makes the slots
     line, more = 1, True
     with torch.no_grad():

@@ -24,6 +24,16 @@ def test_layers_in_any_order_appended_from_outside_or_never(order, make_cache):
     assert cache.get_seq_length(7) == 0
 
 
+def test_layers_filled_by_hand_one_after_the_other_and_to_any_depth(make_cache):
+    cache, stock = make_cache(block_size=16), DynamicCache()
+    order = [0, 0, 0, 1, 1, 1, 2, 3, 2, 3, 2, 3, *range(4), *range(2), *range(4), 1, 0, 3]
+    for layer_idx in order:
+        states = torch.randn(2, 1, 2, 20, 8)
+        ours, theirs = cache.update(*states, layer_idx), stock.update(*states, layer_idx)
+        assert all(map(torch.equal, ours, theirs))
+    assert [cache.get_seq_length(i) for i in range(4)] == [stock.get_seq_length(i) for i in range(4)]
+
+
 def test_keys_that_are_the_values(make_cache):
     cache, stock = make_cache(block_size=16), DynamicCache()
     for length in (40, 1, 20, 1):

@@ -16,8 +16,9 @@ import nvme_cache
 PACKAGE = Path(nvme_cache.__file__).parent
 LEVELS = [
     {"errors", "io", "placement", "tax"},
-    {"buffers", "guards"},
-    {"shards", "transfer"},
+    {"guards", "transfer"},
+    {"buffers"},
+    {"shards"},
     {"blocks", "store"},
     {"slots", "spill", "history"},
     {"fetch"},
