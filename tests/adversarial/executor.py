@@ -13,6 +13,7 @@ copies between host and device that keep up only if they are contiguous.
 """
 
 import contextlib
+import functools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -49,6 +50,22 @@ def tensors_in(values: Iterable) -> Iterator[torch.Tensor]:
             yield value
         elif isinstance(value, list | tuple):
             yield from tensors_in(value)
+
+
+@functools.cache
+def memory_arguments(function) -> list[tuple[int, str, bool]]:
+    """Place, name and whether it is written, of the arguments whose memory is touched: all but those viewed."""
+    return [
+        (index, argument.name, argument.alias_info is not None)
+        for index, argument in enumerate(function._schema.arguments)
+        if argument.alias_info is None or argument.alias_info.is_write
+    ]
+
+
+@functools.cache
+def makes_memory(function) -> bool:
+    """Whether the results are new memory."""
+    return any(returned.alias_info is None for returned in function._schema.returns)
 
 
 @dataclass(eq=False)
@@ -119,6 +136,7 @@ class Executor(TorchDispatchMode):
         self._queue: deque[tuple[Memory, Memory]] = deque()
         self._done = 0
         self._uses: dict[int, Uses] = {}
+        self._written: dict[int, tuple[Stream, int]] = {}
         self._homes: dict[int, tuple[StorageWeakRef, Stream | None]] = {}  # of pinned memory: None
         self._patch = contextlib.ExitStack()
         self._local = threading.local()
@@ -143,10 +161,10 @@ class Executor(TorchDispatchMode):
         with self._lock:
             self._compute(function, args, kwargs)
         results = function(*args, **kwargs)
-        with self._lock:
-            for returned, result in zip(function._schema.returns, tensors_in([results]), strict=False):
-                if returned.alias_info is None:
-                    self._use(self.computing, result, writes=True)
+        if makes_memory(function):
+            with self._lock:
+                for result in tensors_in([results]):
+                    self._computed(result, writes=True)
         return results
 
     @contextlib.contextmanager
@@ -230,6 +248,8 @@ class Executor(TorchDispatchMode):
     # How it plays the device.
 
     def _run_until(self, length: int) -> None:
+        if self._done >= length:
+            return
         with self._copying(), torch.no_grad():
             while self._done < length:
                 target, source = (memory.view() for memory in self._queue.popleft())
@@ -245,20 +265,24 @@ class Executor(TorchDispatchMode):
     def _compute(self, function, args, kwargs) -> None:
         self.computing.length += 1
         self._run_until(self._done + min(len(self._queue), self.progress(len(self._queue))))
-        names = [argument.name for argument in function._schema.arguments]
-        values = dict(zip(names, args, strict=False)) | kwargs
-        for argument in function._schema.arguments:
-            alias = argument.alias_info
-            if alias is not None and not alias.is_write:
-                continue  # makes a view, touches no memory
-            for tensor in tensors_in([values.get(argument.name)]):
-                self._use(self.computing, tensor, writes=alias is not None)
+        for index, name, writes in memory_arguments(function):
+            value = args[index] if index < len(args) else kwargs.get(name)
+            for tensor in tensors_in([value]):
+                self._computed(tensor, writes=writes)
+
+    def _computed(self, tensor: torch.Tensor, *, writes: bool) -> None:
+        storage = tensor.untyped_storage()._cdata
+        if writes:
+            self._written[storage] = self.computing, self.computing.length
+        if storage in self._uses or storage in self._homes:  # nothing else is ever used on the side stream
+            self._use(self.computing, tensor, writes=writes)
 
     def _use(self, stream: Stream, tensor: torch.Tensor, *, writes: bool) -> None:
         storage = tensor.untyped_storage()
         uses = self._uses.get(storage._cdata)
         if uses is None or uses.storage.expired():
             uses = self._uses[storage._cdata] = Uses(StorageWeakRef(storage))
+            uses.writes.update([self._written.get(storage._cdata, (stream, 0))])
         home = self._home(tensor)
         if stream is not self.side and home not in (None, stream, self.side):
             self._fail(f"memory of the stream {home.name!r} used on {stream.name!r}")
@@ -276,6 +300,7 @@ class Executor(TorchDispatchMode):
             torch.empty(0, dtype=torch.uint8).set_(storage).fill_(POISON)
             self._homes[storage._cdata] = StorageWeakRef(storage), home
             self._uses.pop(storage._cdata, None)
+            self._written.pop(storage._cdata, None)
         return memory
 
     def _home(self, tensor: torch.Tensor) -> Stream | None:
