@@ -168,7 +168,7 @@ class OffloadedNVMeCache(DynamicCache):
             ValueError: `tokens_to_remove` is positive, as upstream.
         """
         self._mend()
-        super().crop(tokens_to_remove)
+        super().crop(int(tokens_to_remove))  # assisted decoding passes a tensor in some versions
         self._prompt.crop(self._length())
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:

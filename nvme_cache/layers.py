@@ -151,6 +151,7 @@ class NVMeLayer(CacheLayerMixin):
         Raises:
             ValueError: `tokens_to_remove` is positive, as upstream.
         """
+        tokens_to_remove = int(tokens_to_remove)  # assisted decoding passes a tensor in some versions
         if tokens_to_remove > 0:
             raise ValueError(
                 f"crop({tokens_to_remove}) is not supported; pass the number of tokens to remove as a negative integer"

@@ -91,9 +91,10 @@ def test_cropping_leaves_the_oldest_tokens(count, of, make_cache):
     for layer_idx in range(2):
         cache.update(*states, layer_idx)
     for target in [cache] if of == "cache" else cache.layers:
-        target.crop(-count)
+        target.crop(torch.tensor(-count))
     kept = max(0, 40 - count)
     assert [cache.get_seq_length(layer_idx) for layer_idx in range(2)] == [kept] * 2
+    assert type(cache.get_seq_length()) is int  # and no tensor, on which each use would wait for the device
     assert torch.equal(cache.layers[0].keys, states[0, :, :, :kept])
     new = torch.randn(2, 1, 2, 1, 16)
     with torch.no_grad():
