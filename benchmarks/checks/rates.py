@@ -119,7 +119,7 @@ def _write(shards: Sequence[Shard], buffers: Sequence[HostBuffer]) -> None:
 def _read(shards: Sequence[Shard], buffers: Sequence[HostBuffer]) -> None:
     for shard in shards:
         for section, buffer in zip(shard.sections, buffers, strict=True):
-            shard.read(section, [buffer.view[: section.padded_nbytes]], verify=True)
+            shard.read([section], [[buffer.view[: section.padded_nbytes]]], verify=True)
 
 
 def _fetch_rate(run: Run, io_threads: int) -> dict[str, float]:
