@@ -134,6 +134,8 @@ def read_all(reads: list[Read], transfer: Transfer, staging: StagingPool, after:
             read.shard.written.result()
         except NVMeCacheError as error:
             raise NotWrittenError from error
+        if reads:
+            reads[0].shard.expect(reads[0].sections)
         if read.rows is not None:
             read.shard.read(read.sections, read.rows, verify=verify)
         else:

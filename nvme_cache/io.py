@@ -83,6 +83,12 @@ def _read_call(descriptor: int, views: list[memoryview], offset: int, wanted: in
             views[0] = views[0][count:]
 
 
+def advise(descriptor: int, offset: int, size: int, *, will_need: bool) -> None:
+    """Tells the kernel, where it caches what is read, to read a range ahead, or to let go of it."""
+    advice = os.POSIX_FADV_WILLNEED if will_need else os.POSIX_FADV_DONTNEED
+    os.posix_fadvise(descriptor, offset, size, advice)
+
+
 def supports_direct(folder: Path) -> bool:
     """Whether the file system under `folder` takes an `O_DIRECT` write and gives it back.
 

@@ -10,8 +10,9 @@ import json
 import mmap
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -164,15 +165,12 @@ class Shard:
             ShardIOError: the drive refused.
         """
         together = [view for section_views in views for view in section_views]
+        offset, size = sections[0].offset, sum(section.padded_nbytes for section in sections)
         try:
-            if self._descriptor is not None:
-                io.read_all(self._descriptor, together, sections[0].offset)
-            else:
-                descriptor = io.open_file(self.path, direct=self._direct)
-                try:
-                    io.read_all(descriptor, together, sections[0].offset)
-                finally:
-                    os.close(descriptor)
+            with self._opened() as descriptor:
+                io.read_all(descriptor, together, offset)
+                if not self._direct:  # a cycle longer than the page cache never finds there what it needs next
+                    io.advise(descriptor, offset, size, will_need=False)
         except (EOFError, FileNotFoundError) as error:
             raise self._corrupted(sections, str(error)) from error
         except OSError as error:
@@ -180,6 +178,28 @@ class Shard:
         if verify:
             for section, section_views in zip(sections, views, strict=True):
                 self._check(section, _checksums(section, section_views))
+
+    def expect(self, sections: Sequence[Section]) -> None:
+        """Has the kernel read ahead, where reads go through its cache; `read` reports what is wrong with the file."""
+        if not self._direct:
+            with suppress(OSError), self._opened() as descriptor:
+                io.advise(
+                    descriptor,
+                    sections[0].offset,
+                    sections[-1].offset + sections[-1].nbytes - sections[0].offset,
+                    will_need=True,
+                )
+
+    @contextmanager
+    def _opened(self) -> Iterator[int]:
+        if self._descriptor is not None:
+            yield self._descriptor
+            return
+        descriptor = io.open_file(self.path, direct=self._direct)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
 
     def _check(self, section: Section, found: list[int]) -> None:
         for piece, (checksum, expected) in enumerate(zip(found, section.checksums, strict=True)):

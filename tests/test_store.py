@@ -424,6 +424,20 @@ def test_file_systems_without_direct_io_work_and_are_named(make_cache, monkeypat
     assert any("refuses O_DIRECT" in record.message for record in caplog.records)
 
 
+def test_without_direct_io_the_kernel_reads_ahead_and_keeps_nothing(make_cache, monkeypatch):
+    monkeypatch.setattr("nvme_cache.io.supports_direct", lambda folder: False)
+    cache = make_cache(block_size=16, io_threads=1)
+    for _ in range(3):
+        cache.update(*torch.randn(2, 1, 2, 64, 16), 0)  # a shard each
+    cache.update(*torch.randn(2, 1, 2, 1, 16), 0)
+    advised = []
+    monkeypatch.setattr("nvme_cache.io.advise", lambda _, *advice, will_need: advised.append((will_need, advice)))
+    cache.layers[0]._abandon_slot()
+    cache.update(*torch.randn(2, 1, 2, 1, 16), 0)
+    both = (4096, 2 * 64 * 2 * 16 * 4)  # keys and values, behind the header
+    assert advised == [(True, both), (False, both), (True, both), (False, both), (False, both)]
+
+
 def test_threads_and_descriptors_are_given_back(offload_dir):
     def count():
         gc.collect()
