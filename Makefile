@@ -2,14 +2,21 @@
 PYTHON ?= python3
 MODEL ?= .models/SmolLM2-135M-Instruct
 BIN := .venv/bin
+# Where `make bench` measures: an existing folder on the drive. Default: where shards go.
+DIR ?=
 
-.PHONY: demo test test-slow test-floor mutants lint
+.PHONY: bench demo test test-slow test-floor mutants lint
 
 demo: .venv/installed $(MODEL)
 	$(BIN)/nvme-cache demo --model $(MODEL)
 
 test: .venv/installed
 	$(BIN)/python -m pytest
+
+# Figures for docs/performance.md, into benchmarks/. ollm is a contender, not a dependency: only its cache is used.
+bench: .venv/installed
+	$(BIN)/python -m pip install --quiet --no-deps ollm==1.0.3
+	$(BIN)/nvme-cache bench $(DIR) --out benchmarks
 
 # Takes out every wait, event and keep-alive in turn and shows that the tests notice.
 mutants: .venv/installed

@@ -83,6 +83,40 @@ def demo(
         raise typer.Exit(1)
 
 
+@app.command()
+def bench(
+    folder: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="DIR",
+            help="Existing folder on the drive to measure; default: where shards go.",
+            exists=True,
+            file_okay=False,
+            writable=True,
+        ),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Only show that everything runs, in under a minute.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder for bench.json and charts.", file_okay=False)] = Path("benchmarks"),
+) -> None:
+    """Measure the drive, decode steps against the floor, other caches, and growth: JSON, tables, charts.
+
+    Takes under ten minutes. Needs some gigabytes on the drive while it runs.
+    """
+    from .bench import run_bench
+    from .errors import NVMeCacheError
+    from .store import default_offload_dir
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = 140  # a file has room for whole tables
+    try:
+        path = run_bench(folder or default_offload_dir(), out, quick=quick, console=console)
+    except NVMeCacheError as error:
+        console.print(f"[bold red]{error}[/bold red]")
+        raise typer.Exit(2) from error
+    console.print(f"figures: {path}")
+
+
 def _mib(nbytes: int) -> str:
     return f"{nbytes / 2**20:,.1f} MiB"
 

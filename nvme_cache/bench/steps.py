@@ -1,0 +1,130 @@
+"""Decode steps against the floor, the step time that physics allows: `max(compute, bytes read / read rate)`."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import TypeAlias
+
+from transformers import LlamaConfig
+
+from nvme_cache import OffloadedNVMeCache
+from nvme_cache.placement import Budgets, Tier, place
+
+from .measure import Figures, Sample, bytes_per_s, interleave, paired, spread, timed
+from .models import fill, token_bytes, wide_config
+from .plan import MIB
+from .rawfile import RawFile, touched_buffer
+from .resident import ResidentCache
+from .site import Site
+from .synthetic import MODEL, Settings, Step, burst, steps_lasting
+
+SHARES = (0.0, 0.25, 0.5, 0.75, 0.9)
+_BLOCK_SIZE = 256
+_SPARE_TOKENS = 128
+_BURST_S = 0.05
+_READ, _COPY, _COMPUTE = "read", "copy", "compute"
+_Samples: TypeAlias = dict[tuple[str, object], list[Sample]]
+
+
+def measure_steps(site: Site, raw: RawFile) -> Figures:
+    """Step time, floor and the plan's prediction for each context, setting and resident share."""
+    config = wide_config(site.plan.step_layers)
+    settings = Settings(config)
+    rows = [row for length in site.plan.step_contexts for row in _measure_context(site, raw, config, settings, length)]
+    return {"layers": site.plan.step_layers, "token_layer_bytes": token_bytes(config), "rows": rows}
+
+
+def _measure_context(site: Site, raw: RawFile, config: LlamaConfig, settings: Settings, length: int) -> list[Figures]:
+    layer_bytes = length * token_bytes(config)
+    site.say(f"steps: {length:,} tokens, layers of {layer_bytes / MIB:g} MiB")
+    read = raw.reader(layer_bytes // site.threads, max(layer_bytes, site.plan.sample_bytes // 4))
+    layer_read_s = layer_bytes / max(bytes_per_s([read() for _ in range(3)]))
+    count = steps_lasting(_BURST_S, layer_read_s * site.plan.step_layers)
+    steps = settings.steps(layer_read_s)
+    with ExitStack() as stack:
+        caches = {share: stack.enter_context(_filled_cache(site, config, length, share)) for share in SHARES}
+        resident = ResidentCache(config, length, _SPARE_TOKENS + count)
+        copy = _copier(layer_bytes)
+        contenders: dict[tuple[str, object], Callable[[], Sample]] = {}
+        for name, step in steps.items():
+            contenders[name, _READ] = read
+            contenders[name, _COPY] = copy
+            contenders[name, _COMPUTE] = partial(burst, step, resident, length, count)
+            for share, cache in caches.items():
+                contenders[name, share] = partial(_cold_burst, site, step, cache, length, count)
+        for cache in caches.values():
+            burst(steps[MODEL], cache, length, 1)  # makes slots and faults them in
+        samples = interleave(contenders, site.plan.steps)
+    return [_row(config, length, name, share, samples) for name in steps for share in SHARES]
+
+
+def _filled_cache(site: Site, config: LlamaConfig, length: int, share: float) -> OffloadedNVMeCache:
+    cache = OffloadedNVMeCache(
+        config=config,
+        offload_dir=site.folder,
+        block_size=_BLOCK_SIZE,
+        host_budget=_budget(config, length, share),
+        io_threads=site.threads,
+    )
+    fill(cache, config, 0, length)
+    return cache
+
+
+def _cold_burst(site: Site, step: Step, cache: OffloadedNVMeCache, length: int, count: int) -> Sample:
+    site.make_cold(cache.offload_path)
+    counters = cache._pager.counters
+    return burst(step, cache, length, count, lambda: counters.read_bytes)
+
+
+def _copier(nbytes: int) -> Callable[[], Sample]:
+    """What copies `nbytes` bytes in memory: how resident blocks reach a slot."""
+    source, target = (touched_buffer(nbytes).bytes for _ in range(2))
+
+    def copy() -> int:
+        target.copy_(source)
+        return nbytes
+
+    return lambda: timed(copy)
+
+
+def _row(config: LlamaConfig, length: int, setting: str, share: float, samples: _Samples) -> Figures:
+    steps, computes = samples[setting, share], [sample.wall_s for sample in samples[setting, _COMPUTE]]
+    read_rates, copy_rates = bytes_per_s(samples[setting, _READ]), bytes_per_s(samples[setting, _COPY])
+    planned = _planned_bytes(config, length, share)
+    walls = [sample.wall_s for sample in steps]
+    floors = [max(compute, step.nbytes / rate) for compute, step, rate in zip(computes, steps, read_rates, strict=True)]
+    # On CPU, copying resident blocks into the slot is work for the processor like the model's own.
+    predictions = [
+        max(compute + planned[Tier.HOST] / copy_rate, planned[Tier.NVME] / rate)
+        for compute, rate, copy_rate in zip(computes, read_rates, copy_rates, strict=True)
+    ]
+    return {
+        "context_tokens": length,
+        "layer_bytes": length * token_bytes(config),
+        "setting": setting,
+        "resident_share": share,
+        "step_s": spread(walls),
+        "step_cpu_s": spread(sample.cpu_s for sample in steps),
+        "compute_s": spread(computes),
+        "read_rate_bytes_per_s": spread(read_rates),
+        "copy_rate_bytes_per_s": spread(copy_rates),
+        "step_read_bytes": steps[-1].nbytes,
+        "planned_read_bytes": planned[Tier.NVME],
+        "planned_copy_bytes": planned[Tier.HOST],
+        "floor_s": spread(floors),
+        "predicted_s": spread(predictions),
+        "efficiency": paired(floors, walls),
+        "measured_over_predicted": paired(walls, predictions),
+    }
+
+
+def _budget(config: LlamaConfig, length: int, share: float) -> int:
+    return round(share * length * token_bytes(config) * config.num_hidden_layers)
+
+
+def _planned_bytes(config: LlamaConfig, length: int, share: float) -> dict[Tier, int]:
+    """Bytes of all layers by tier, as the placement plans them."""
+    num_layers, block_bytes = config.num_hidden_layers, _BLOCK_SIZE * token_bytes(config)
+    budgets, nothing = Budgets(0, _budget(config, length, share)), dict.fromkeys(Tier, 0)
+    placed = place(length // _BLOCK_SIZE, block_bytes, budgets, num_layers, nothing, nothing)
+    return {tier: count * block_bytes * num_layers for tier, count in placed.items()}
