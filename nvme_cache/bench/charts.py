@@ -64,6 +64,8 @@ def _steps(figure: Any, steps: Figures) -> None:
             _line(axes, shares, [row["step_s"] for row in found], f"{context:,} tokens", color, scale=1e3)
             axes.plot(shares, [row["predicted_s"]["median"] * 1e3 for row in found], "--", color=color, linewidth=1)
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("")
         axes.set_xlabel("resident, %")
         axes.set_title(setting)
     figure.axes[0].set_ylabel("ms a step; dashed: as planned")
