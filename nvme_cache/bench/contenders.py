@@ -12,11 +12,13 @@ from transformers import DynamicCache, LlamaConfig
 from nvme_cache import OffloadedNVMeCache
 from nvme_cache.blocks import States
 
+from .resident import ResidentCache
 from .site import drop_pages
 
 STOCK, OURS, OURS_UNVERIFIED, OLLM = "DynamicCache", "nvme-cache", "nvme-cache, unverified", "ollm"
 SAFETENSORS, TORCH_SAVE = "safetensors per layer", "torch.save per layer"
-ALL = (STOCK, OURS, OURS_UNVERIFIED, OLLM, SAFETENSORS, TORCH_SAVE)
+FREE = "a cache that costs nothing"  # three layers in memory for all: what is left is the model's own work
+ALL = (FREE, STOCK, OURS, OURS_UNVERIFIED, OLLM, SAFETENSORS, TORCH_SAVE)
 
 
 class UnavailableError(Exception):
@@ -54,12 +56,14 @@ class FilePerLayerCache(DynamicCache):
         return _concatenated(self._load(path), self._newer[layer_idx])
 
 
-def make_cache(name: str, config: LlamaConfig, folder: Path) -> DynamicCache:
-    """The contender `name`, whose files go to `folder`, an empty one.
+def make_cache(name: str, config: LlamaConfig, folder: Path, capacity: int) -> DynamicCache:
+    """The contender `name` with room for `capacity` tokens, whose files go to `folder`, an empty one.
 
     Raises:
         UnavailableError: it cannot run here.
     """
+    if name == FREE:
+        return ResidentCache(config, 0, capacity)
     if name in (OURS, OURS_UNVERIFIED):
         return OffloadedNVMeCache(
             config=config, offload_dir=folder, device_budget=0, host_budget=0, verify=name == OURS

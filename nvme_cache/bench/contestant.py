@@ -1,5 +1,6 @@
 """What runs in a contender's own process: a model, and one cache at a time."""
 
+import ctypes
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from nvme_cache import OffloadedNVMeCache
 
 from .contenders import make_cache, make_cold
 from .models import fill, forward, random_model, smollm2_config
+
+_SPARE_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +95,7 @@ class Contestant:
     def begin(self, length: int) -> None:
         """Makes a new cache that holds `length` random tokens."""
         self.end()
-        self._cache = make_cache(self._task.contender, self._config, self._task.folder)
+        self._cache = make_cache(self._task.contender, self._config, self._task.folder, length + _SPARE_TOKENS)
         self.extend(length)
 
     def extend(self, length: int) -> None:
@@ -123,7 +126,7 @@ class Contestant:
     def prefill(self, length: int) -> Prefill:
         """Processes a prompt of `length` random tokens with a new cache."""
         self.end()
-        self._cache = make_cache(self._task.contender, self._config, self._task.folder)
+        self._cache = make_cache(self._task.contender, self._config, self._task.folder, length + _SPARE_TOKENS)
         ids = torch.randint(0, self._config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
         cpu, began = time.process_time(), time.perf_counter()
         logits = forward(self._model, self._cache, ids, 0)
@@ -194,6 +197,9 @@ def _drive_bytes() -> int:
 
 
 def _forget_peak() -> None:
+    """The memory peak begins anew, from what is in use: what filling the cache left to the allocator goes back."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
     with suppress(OSError):  # where it may not be reset, it is the peak of the process so far
         Path("/proc/self/clear_refs").write_text("5")
 

@@ -12,6 +12,7 @@ from .shardpath import FetchPath, ShardFiles
 from .site import Site
 
 _LEAST_LAYERS = 8
+_MOST_FILES = 256
 
 
 def measure_drive(site: Site, raw: RawFile, engines: Sequence[Fio]) -> Figures:
@@ -21,6 +22,11 @@ def measure_drive(site: Site, raw: RawFile, engines: Sequence[Fio]) -> Figures:
         "write": [_writes(site, raw, engines, size) for size in site.plan.request_bytes],
         "fetch": [_fetches(site, raw, engines, size) for size in site.plan.layer_bytes],
     }
+
+
+def write_rate(drive: Figures) -> float:
+    """The best rate at which shards were written, in bytes per second."""
+    return max(float(row["contenders"]["shard_write"]["rate_bytes_per_s"]["median"]) for row in drive["write"])
 
 
 def _reads(site: Site, raw: RawFile, engines: Sequence[Fio], size: int) -> Figures:
@@ -36,7 +42,7 @@ def _reads(site: Site, raw: RawFile, engines: Sequence[Fio], size: int) -> Figur
 
 def _writes(site: Site, raw: RawFile, engines: Sequence[Fio], size: int) -> Figures:
     site.say(f"drive: writes of {size / MIB:g} MiB")
-    nbytes = max(size, site.plan.sample_bytes // 2)
+    nbytes = max(size, min(site.plan.sample_bytes // 2, _MOST_FILES * size))
     buffer = touched_buffer(size)
 
     def write_plain() -> Sample:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
-from .contenders import ALL, OURS, STOCK, UnavailableError
+from .contenders import ALL, FREE, OURS, STOCK, UnavailableError
 from .contestant import Burst, Prefill, Task
 from .measure import Figures, interleave, paired, spread
 from .models import smollm2_config, token_bytes
@@ -33,8 +33,14 @@ def measure_peers(site: Site, contenders: Mapping[str, Worker]) -> Figures:
     }
 
 
-def measure_prefill(site: Site, contenders: Mapping[str, Worker]) -> Figures:
-    """A prompt processed with everything spilled, and with the stock cache."""
+def measure_prefill(site: Site, contenders: Mapping[str, Worker], write_rate: float) -> Figures:
+    """A prompt processed with everything spilled, and with the stock cache.
+
+    Args:
+        site: Where.
+        contenders: Processes by name.
+        write_rate: What the drive takes, in bytes per second.
+    """
     length = site.plan.prefill_tokens
     site.say(f"prefill: {length:,} tokens")
     pair = {name: partial(contenders[name].call, "prefill", length) for name in (STOCK, OURS)}
@@ -56,6 +62,7 @@ def measure_prefill(site: Site, contenders: Mapping[str, Worker]) -> Figures:
             for name, found in runs.items()
         },
         "ours_over_stock": paired(walls[OURS], walls[STOCK]),
+        "drive_write_rate_bytes_per_s": write_rate,
         "kv_production_bytes_per_s": spread(runs[OURS][-1].written_bytes / wall for wall in walls[STOCK]),
     }
 
@@ -69,7 +76,7 @@ def _compare(site: Site, contenders: Mapping[str, Worker], length: int) -> list[
             worker.call("step", 1)
             begun[name] = worker
         except UnavailableError as error:
-            if name in (STOCK, OURS):
+            if name in (FREE, STOCK, OURS):
                 raise
             site.say(f"peers: without {name}: {str(error).splitlines()[-1]}")
     site.say(f"peers: {length:,} tokens, taking turns")
@@ -77,12 +84,13 @@ def _compare(site: Site, contenders: Mapping[str, Worker], length: int) -> list[
     bursts: dict[str, list[Burst]] = interleave(steps, site.plan.peers)
     for worker in begun.values():
         worker.call("end")
-    return [_row(length, name, found, bursts[STOCK], bursts[OURS]) for name, found in bursts.items()]
+    return [_row(length, name, bursts) for name in bursts]
 
 
-def _row(length: int, name: str, own: Sequence[Burst], stock: Sequence[Burst], ours: Sequence[Burst]) -> Figures:
+def _row(length: int, name: str, bursts: Mapping[str, Sequence[Burst]]) -> Figures:
+    own, stock, ours, free = (bursts[contender] for contender in (name, STOCK, OURS, FREE))
     steps = [burst.step_s for burst in own]
-    paging = [burst.cpu_s - other.cpu_s for burst, other in zip(own, stock, strict=True)]
+    paging = _cpu_beyond(own, free)
     figures: Figures = {
         "context_tokens": length,
         "contender": name,
@@ -94,14 +102,18 @@ def _row(length: int, name: str, own: Sequence[Burst], stock: Sequence[Burst], o
         "step_drive_bytes": own[-1].drive_bytes,
         "step_cpu_s": spread(burst.cpu_s for burst in own),
         "paging_cpu_s": spread(paging),
+        "cpu_beyond_stock_s": spread(_cpu_beyond(own, stock)),
         "peak_above_model_bytes": max(burst.peak_bytes for burst in own),
         "same_logits": all(_same(burst.digests, other.digests) for burst, other in zip(own, stock, strict=True)),
     }
     if own[-1].read_bytes:
-        figures["paging_cpu_s_per_gb"] = spread(
-            cpu / burst.read_bytes * 1e9 for cpu, burst in zip(paging, own, strict=True)
-        )
+        read_gb = own[-1].read_bytes / 1e9
+        figures["paging_cpu_s_per_gb"] = spread(cpu_s / read_gb for cpu_s in paging)
     return figures
+
+
+def _cpu_beyond(bursts: Sequence[Burst], others: Sequence[Burst]) -> list[float]:
+    return [burst.cpu_s - other.cpu_s for burst, other in zip(bursts, others, strict=True)]
 
 
 def _same(digests: Sequence[int], others: Sequence[int]) -> bool:

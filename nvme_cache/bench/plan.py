@@ -59,12 +59,12 @@ FULL = Plan(
     steps=Rounds(budget_s=20, least=2),
     model_layers=30,
     peer_contexts=(8192, 32768),
-    peer_steps=2,
-    peers=Rounds(budget_s=45, least=2),
+    peer_steps=1,
+    peers=Rounds(budget_s=40, least=3),
     prefill_tokens=8192,
-    prefill=Rounds(budget_s=45, least=2, most=5),
-    growth_contexts=(2048, 4096, 8192, 16384, 32768, 65536),
-    growth=Rounds(budget_s=7, least=2, most=7),
+    prefill=Rounds(budget_s=60, least=2, most=5),
+    growth_contexts=(2048, 4096, 8192, 16384, 32768),
+    growth=Rounds(budget_s=7, least=3, most=7),
 )
 
 QUICK = Plan(

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from rich.table import Table
 
+from .contenders import FREE
 from .measure import Figures
 from .plan import MIB
 
@@ -65,13 +66,15 @@ def _peers(peers: Figures) -> Table:
             f"{row['step_read_bytes'] / MIB:,.0f}",
             f"{_median(row, 'paging_cpu_s') * 1e3:,.0f}",
             f"{row['peak_above_model_bytes'] / MIB:,.0f}",
-            "identical" if row["same_logits"] else "different",
+            _logits(row),
         )
     return table
 
 
 def _prefill(prefill: Figures) -> Table:
-    title = f"Prefill of {prefill['prompt_tokens']:,} tokens"
+    made = _median(prefill, "kv_production_bytes_per_s") / 1e6
+    written = prefill["drive_write_rate_bytes_per_s"] / 1e6
+    title = f"Prefill of {prefill['prompt_tokens']:,} tokens: makes {made:,.0f} MB/s, the drive takes {written:,.0f}"
     table = _table(title, "cache", "seconds", "all written, seconds", "written MiB", "over stock")
     for name, found in prefill["contenders"].items():
         table.add_row(
@@ -99,6 +102,12 @@ def _growth(growth: Figures) -> Table:
         written = f"{row['prompt_written_bytes'] / MIB:,.0f}"
         table.add_row(f"{row['context_tokens']:,}", *memory, read, written, f"{row['written_over_sealed']:.3f}")
     return table
+
+
+def _logits(row: Figures) -> str:
+    if row["contender"] == FREE:
+        return ""  # it has nothing of most layers
+    return "identical" if row["same_logits"] else "different"
 
 
 def _median(figures: Figures, key: str) -> float:

@@ -14,11 +14,11 @@ _BUFFERS = 3  # as many as the paged cache has slots: attention finds as little 
 
 
 class ResidentCache(DynamicCache):
-    """Random tokens to attend to, in buffers that the layers take turns with; new tokens are appended in place.
+    """Tokens to attend to, in buffers that the layers take turns with; new tokens are appended in place.
 
     Args:
         config: Of the model.
-        length: Tokens.
+        length: Random tokens to begin with.
         spare: Room for more.
     """
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from nvme_cache.errors import StorageFullError
 
 from .charts import draw
-from .drive import measure_drive
+from .drive import measure_drive, write_rate
 from .fio import working_engines
 from .growth import measure_growth
 from .machine import describe
@@ -69,7 +69,7 @@ def run_bench(folder: Path, out: Path, *, quick: bool, console: Console) -> Path
             keep("steps", lambda: measure_steps(site, raw))
         with workers(site) as contenders:
             keep("peers", lambda: measure_peers(site, contenders))
-            keep("prefill", lambda: measure_prefill(site, contenders))
+            keep("prefill", lambda: measure_prefill(site, contenders, write_rate(results["drive"])))
             keep("growth", lambda: measure_growth(site, contenders))
     for table in tables(results):
         console.print(table)
