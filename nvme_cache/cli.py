@@ -112,7 +112,7 @@ def bench(
     try:
         path = run_bench(folder or default_offload_dir(), out, quick=quick, console=console)
     except NVMeCacheError as error:
-        console.print(f"[bold red]{error}[/bold red]")
+        console.print(str(error), style="bold red", markup=False)
         raise typer.Exit(2) from error
     console.print(f"figures: {path}")
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 
 from nvme_cache.errors import StorageFullError
 
@@ -53,7 +54,7 @@ def run_bench(folder: Path, out: Path, *, quick: bool, console: Console) -> Path
     results: Figures = {"format_version": FORMAT_VERSION, "quick": quick, "machine": describe(folder), "notes": []}
 
     def say(line: str) -> None:
-        console.print(f"[dim]{time.perf_counter() - began:5.0f} s[/dim]  {line}", highlight=False)
+        console.print(f"[dim]{time.perf_counter() - began:5.0f} s[/dim]  {escape(line)}", highlight=False)
 
     def keep(section: str, measure: Callable[[], Figures]) -> None:
         results[section] = measure()
