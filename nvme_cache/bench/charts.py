@@ -9,6 +9,13 @@ from .plan import KIB, MIB
 
 _OURS = "#c2410c"
 _OTHERS = ("#1f2937", "#2563eb", "#059669", "#7c3aed", "#64748b", "#b45309")
+_DRIVE_COLORS = {
+    "fetch_unverified": "#fb923c",
+    "plain": _OTHERS[0],
+    "fio_psync": _OTHERS[1],
+    "fio_io_uring": _OTHERS[2],
+    "fio_overwrite": _OTHERS[3],
+}
 _BLUES = ("#93c5fd", "#60a5fa", "#3b82f6", "#2563eb", "#1d4ed8", "#1e3a8a")
 
 
@@ -40,9 +47,9 @@ def _drive(figure: Any, drive: Figures) -> None:
     for axes, (kind, title) in zip(figure.subplots(1, 3), titles.items(), strict=True):
         rows, size = drive[kind], "layer_bytes" if kind == "fetch" else "request_bytes"
         sizes = [row[size] for row in rows]
-        for number, name in enumerate(rows[0]["contenders"]):
+        for name in rows[0]["contenders"]:
             cells = [row["contenders"][name]["rate_bytes_per_s"] for row in rows]
-            _line(axes, sizes, cells, name.replace("_", " "), _OTHERS[number - 1] if number else _OURS, scale=1e-9)
+            _line(axes, sizes, cells, name.replace("_", " "), _DRIVE_COLORS.get(name, _OURS), scale=1e-9)
         axes.set_xscale("log", base=2)
         axes.set_xticks(sizes, [_size(nbytes) for nbytes in sizes])
         axes.set_xlabel("layer" if kind == "fetch" else "request")

@@ -22,6 +22,7 @@ SHARES = (0.0, 0.25, 0.5, 0.75, 0.9)
 _BLOCK_SIZE = 256
 _SPARE_TOKENS = 128
 _BURST_S = 0.05
+_COPIED_BYTES = 256 << 20
 _READ, _COPY, _COMPUTE = "read", "copy", "compute"
 _Samples: TypeAlias = dict[tuple[str, object], list[Sample]]
 
@@ -77,12 +78,14 @@ def _cold_burst(site: Site, step: Step, cache: OffloadedNVMeCache, length: int, 
 
 
 def _copier(nbytes: int) -> Callable[[], Sample]:
-    """What copies `nbytes` bytes in memory: how resident blocks reach a slot."""
+    """What copies `nbytes` bytes in memory again and again: how resident blocks reach a slot."""
     source, target = (touched_buffer(nbytes).bytes for _ in range(2))
+    count = max(1, _COPIED_BYTES // nbytes)
 
     def copy() -> int:
-        target.copy_(source)
-        return nbytes
+        for _ in range(count):
+            target.copy_(source)
+        return count * nbytes
 
     return lambda: timed(copy)
 
