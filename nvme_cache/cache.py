@@ -167,8 +167,11 @@ class OffloadedNVMeCache(DynamicCache):
         Raises:
             ValueError: `tokens_to_remove` is positive, as upstream.
         """
+        tokens_to_remove, seen = int(tokens_to_remove), self._length()  # some versions pass a tensor
         self._mend()
-        super().crop(int(tokens_to_remove))  # assisted decoding passes a tensor in some versions
+        if tokens_to_remove < 0:  # counted from the length seen, which may have had a broken forward in it
+            tokens_to_remove = min(0, tokens_to_remove + seen - self._length())
+        super().crop(tokens_to_remove)
         self._prompt.crop(self._length())
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -178,12 +181,12 @@ class OffloadedNVMeCache(DynamicCache):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats each batch row `repeats` times, copies side by side."""
         if (batch_size := self._known_batch_size()) is not None:
-            self._select_rows(torch.arange(batch_size).repeat_interleave(repeats))
+            self._select_rows(torch.arange(batch_size, device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor | Sequence[int]) -> None:
         """Keeps the batch rows at `indices`, in that order; a mask works too."""
         if (batch_size := self._known_batch_size()) is not None:
-            self._select_rows(torch.arange(batch_size)[torch.as_tensor(indices).cpu()])
+            self._select_rows(torch.arange(batch_size, device="cpu")[torch.as_tensor(indices).cpu()])
 
     def reset(self) -> None:
         """Forgets every token; the cache may then be used for another prompt."""
@@ -262,6 +265,7 @@ class OffloadedNVMeCache(DynamicCache):
 
         Closing either leaves the other whole.
         """
+        self._mend()
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         memo[id(self._pager)] = self._pager.fork()
@@ -285,7 +289,8 @@ class OffloadedNVMeCache(DynamicCache):
         self.close()
 
     def _length(self) -> int:
-        return max((layer.get_seq_length() for layer in self._paged_layers().values()), default=0)
+        """The length `generate` goes by; 0 while there are only linear layers, which have none."""
+        return 0 if all(self.is_linear) else self.get_seq_length()
 
     def _mend(self) -> None:
         """Takes back the tokens of a forward that was interrupted; nothing to do in the middle of a whole one."""

@@ -1,7 +1,8 @@
 """Guard rails: uses that transformers lets pass and that would end in wrong text.
 
-A cache sees keys and values, never tokens. Two things tell it more: `generate` marks every cache a caller passes, which
-is the one sign that a new call begins, and the order in which layers are updated tells whole forwards from broken ones.
+A cache sees keys and values, never tokens. What tells it more: `generate` marks every cache a caller passes, which is
+the one sign that a new call begins; its frames hold the tokens; and the order in which layers are updated tells whole
+forwards from broken ones.
 """
 
 import sys
@@ -25,17 +26,21 @@ class GenerateCall:
         use_cache: Whether the call lets the model use a cache.
         input_ids: `[batch, length]`, the tokens passed: the whole sequence, or what is new.
         total_length: Tokens the attention mask covers; equal to `length` if the whole sequence was passed.
+        decodes_itself: Whether the caller's own function decodes, which may go on from a full cache.
     """
 
     is_encoder_decoder: bool
     use_cache: bool
     input_ids: torch.Tensor
     total_length: int
+    decodes_itself: bool
 
     @classmethod
     def above(cls, frame: FrameType | None) -> "GenerateCall | None":
         """The call whose preparation reached `frame`; None if the frames do not look as expected."""
         generate = frame.f_back if frame is not None else None
+        while frame is not None and generate is not None and generate.f_code.co_name == frame.f_code.co_name:
+            generate = generate.f_back  # a model's own preparation around the usual one
         if frame is None or generate is None:
             return None
         prepared, called = frame.f_locals, generate.f_locals
@@ -50,6 +55,7 @@ class GenerateCall:
             use_cache=getattr(config, "use_cache", True) is not False and kwargs.get("use_cache") is not False,
             input_ids=input_ids,
             total_length=total if kwargs.get("inputs_embeds") is None else -1,
+            decodes_itself=callable(called.get("custom_generate")),
         )
 
 
@@ -126,7 +132,7 @@ class Prompt:
                 "the new tokens with an attention mask over all"
             )
         self._ids = call.input_ids.cpu().clone()
-        return min(cached_length, length - 1)
+        return cached_length if call.decodes_itself else min(cached_length, length - 1)
 
     def go_on(self, progress: Progress | None, cached_length: int) -> None:
         """Notes that a forward begins.

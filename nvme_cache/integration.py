@@ -65,8 +65,11 @@ def enable(model: "PreTrainedModel", **options: Any) -> Switch:
         ...     pipe = pipeline("text-generation", model=model, tokenizer=tokenizer)
         ...     answers = pipe(prompts, max_new_tokens=100)
     """
-    if not callable(getattr(model, "generate", None)):
-        raise ConfigurationError(f"enable() needs a model that can generate, not {type(model).__name__}")
+    if not callable(getattr(type(model), "generate", None)) or _hides_cache(model):
+        raise ConfigurationError(
+            f"enable() needs a model that generates itself, not {type(model).__name__}; of one wrapped for adapters or "
+            "compiled, enable the one inside: model.get_base_model() or model._orig_mod"
+        )
     if "generate" in vars(model) and _SWITCHES not in vars(model):
         raise ConfigurationError("this model object already has a generate of its own, put there by something else")
     OffloadedNVMeCache(config=model.config, **options).close()  # wrong options fail here, not in the middle of a batch
@@ -97,6 +100,13 @@ def _generate(model: "PreTrainedModel", *args: Any, **kwargs: Any) -> Any:
     if getattr(output, name, None) is not cache:
         paged.close()
     return output
+
+
+def _hides_cache(model: "PreTrainedModel") -> bool:
+    """Whether the model passes on arguments that it does not name, as wrappers do, among them perhaps a cache."""
+    parameters = inspect.signature(model.forward).parameters
+    passes_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return passes_on and not {"cache", "past_key_values"} & set(parameters) and hasattr(model, "get_base_model")
 
 
 def _takes_cache(model: "PreTrainedModel") -> bool:

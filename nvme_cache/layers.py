@@ -112,7 +112,7 @@ class NVMeLayer(CacheLayerMixin):
             if (promoted := self._spec.promoted(spec)) != self._spec:
                 self._convert(promoted)
             self._fill_slot(past + key_states.shape[2])
-        self._update_length = key_states.shape[2]
+        self._update_length = key_states.shape[2] if past else 1  # a prompt, or the first chunk of one, tells nothing
 
     def prefetch_beside(self, current: "NVMeLayer") -> bool:
         """Starts filling a slot for the next update while `current`'s stays in use.
@@ -173,12 +173,12 @@ class NVMeLayer(CacheLayerMixin):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats each batch row `repeats` times, copies side by side."""
         if self.is_initialized:
-            self._select_rows(torch.arange(self.batch_size).repeat_interleave(repeats))
+            self._select_rows(torch.arange(self.batch_size, device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor | Sequence[int]) -> None:
         """Keeps the batch rows at `indices`, in that order; a mask works too."""
         if self.is_initialized:
-            self._select_rows(torch.arange(self.batch_size)[torch.as_tensor(indices).cpu()])
+            self._select_rows(torch.arange(self.batch_size, device="cpu")[torch.as_tensor(indices).cpu()])
 
     def reset(self) -> None:
         """Forgets every token."""
@@ -294,7 +294,7 @@ class NVMeLayer(CacheLayerMixin):
     def _select_rows(self, index: torch.Tensor) -> None:
         if self._history is None or self._history.length == 0:
             return
-        rows = torch.arange(self.batch_size)[index.cpu()]
+        rows = torch.arange(self.batch_size, device="cpu")[index.cpu()]
         if rows.shape[0] == 0:
             self.reset()
             return

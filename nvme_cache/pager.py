@@ -335,8 +335,8 @@ def _shut_down(
         # The collector may run this on one of the threads it would wait for.
         wait_for_threads = not threading.current_thread().name.startswith(_THREAD_PREFIX)
         readers.shutdown(wait=wait_for_threads)  # nothing is cancelled that another thread may be waiting for
-        writer.shutdown(wait=wait_for_threads, cancel_futures=True)
         for lane in lanes.values():
             lane.transfer.record().synchronize()  # memory goes back to its allocator: no copy may still be using it
+        writer.shutdown(wait=wait_for_threads, cancel_futures=True)
         lanes.clear()
     store.close()

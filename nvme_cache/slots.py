@@ -198,11 +198,11 @@ class SlotPool:
             slot = idle[0]
         elif len(available) + (keep is not None) < self._count:
             slot = Slot(self._transfer)
-            self._slots.append(slot)
         elif steal:
             slot = available[-1]
         else:
             return None
+        self._slots = [other for other in self._slots if other is not slot] + [slot]  # the longest held come first
         slot.settle()  # copies that an earlier layer no longer waits for may be under way
         return slot
 

@@ -69,8 +69,12 @@ class Writer:
         failed = [self._failed.popleft() for _ in range(len(self._failed))]
         for write, _ in failed:
             write.staging.fail(None)
-        for write, _ in failed:
-            self.submit(write)
+        try:
+            for write, _ in failed:
+                self.submit(write)
+        except BaseException:  # an interrupt: those that were not given again must not be lost
+            self._failed.extend(pair for pair in failed if pair[0].shard.written.done())
+            raise
         raise failed[0][1]
 
 

@@ -130,7 +130,8 @@ class StreamTransfer:
 
     @torch.inference_mode(False)
     def host_memory(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(round_up(max(nbytes, 1), ALIGNMENT), dtype=torch.uint8, pin_memory=True)
+        nbytes = round_up(max(nbytes, 1), ALIGNMENT)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     @torch.inference_mode(False)
     def device_memory(self, nbytes: int) -> torch.Tensor:

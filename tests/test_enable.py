@@ -114,6 +114,29 @@ def test_a_copied_model_generates_with_its_own_weights(offload_dir):
         assert not torch.equal(generate(copied, prompt(60)), generate(model, prompt(60)))
 
 
+class Wrapper(torch.nn.Module):
+    """As wrappers for adapters are: it generates through the model inside, whose arguments it does not name."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.config = model, model.config
+
+    def get_base_model(self):
+        return self.model
+
+    def forward(self, input_ids, **kwargs):
+        return self.model(input_ids, **kwargs)
+
+    def generate(self, *args, **kwargs):
+        return self.model.generate(*args, **kwargs)
+
+
+@pytest.mark.parametrize("wrap", [Wrapper, torch.compile])
+def test_wrappers_are_refused_with_the_remedy(wrap, offload_dir):
+    with pytest.raises(ConfigurationError, match="enable the one inside"):
+        nvme_cache.enable(wrap(tiny_model()), offload_dir=offload_dir)
+
+
 def test_an_error_inside_generate_closes_the_cache(offload_dir):
     model = tiny_model()
 
@@ -138,7 +161,7 @@ def test_encoder_decoder_models_get_both_caches(offload_dir, made):
 def test_wrong_options_fail_at_once(offload_dir):
     with pytest.raises(ConfigurationError, match="block_size"):
         nvme_cache.enable(tiny_model(), block_size=0)
-    with pytest.raises(ConfigurationError, match="can generate"):
+    with pytest.raises(ConfigurationError, match="generates itself"):
         nvme_cache.enable(torch.nn.Linear(2, 2))
     model = tiny_model()
     model.generate = lambda *_: None

@@ -131,6 +131,14 @@ def test_cropping_and_selecting_rows_while_layers_are_fetched_ahead(tier, cut, d
     pair.forward(1, batch_size=3)
 
 
+def test_a_default_device_changes_nothing(device, make_cache):
+    model = tiny_model("llama", attn_implementation="eager").to(device)
+    expected = tokens(model, prompt(60).to(device), DynamicCache(config=model.config), num_beams=3)
+    with device:
+        cache = make_cache(config=model.config, block_size=16, host_budget=20000)
+        assert torch.equal(tokens(model, prompt(60).to(device), cache, num_beams=3), expected)
+
+
 def test_memory_on_the_device_stays_flat_over_caches(device, make_cache):
     def reserved():
         torch.accelerator.synchronize(device)

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, LlamaForCausalLM
 
 from nvme_cache import CacheMisuseError
 from nvme_cache.integration import cache_argument
@@ -293,3 +293,91 @@ def test_positive_crop(make_cache):
 def test_linear_models_without_a_config(make_cache):
     with pytest.raises(CacheMisuseError, match=r"config=model\.config"):
         make_cache().update_conv_state(torch.zeros(1, 4, 4), 2)
+
+
+def test_new_tokens_with_a_mask_over_all_on_sliding_layers_alone(make_cache):
+    model = tiny_model("mistral")
+    for cache in (make_cache(config=model.config, block_size=16), DynamicCache(config=model.config)):
+        first = tokens(model, prompt(20), cache, max_new_tokens=6)
+        new = torch.cat([first[:, -1:], prompt(4)], dim=1)
+        mask = torch.ones(1, first.shape[1] + 4, dtype=torch.long)
+        answer = tokens(model, new, cache, attention_mask=mask, max_new_tokens=6)
+        assert torch.equal(
+            answer[:, 5:], stock_tokens(model, torch.cat([first, prompt(4)], 1), max_new_tokens=6)[:, 30:]
+        )
+
+
+class OwnPreparation(LlamaForCausalLM):
+    def _prepare_cache_for_generation(self, *args, **kwargs):
+        return super()._prepare_cache_for_generation(*args, **kwargs)
+
+
+def test_a_model_that_prepares_its_cache_itself_is_guarded_too(make_cache):
+    model = tiny_model()
+    own = OwnPreparation(model.config).eval()
+    own.load_state_dict(model.state_dict())
+    own.generation_config = model.generation_config
+    cache = make_cache(config=model.config, block_size=16)
+    tokens(own, prompt(40), cache)
+    with pytest.raises(CacheMisuseError, match="of another prompt"):
+        tokens(own, prompt(70) + 1, cache)
+
+
+def test_a_decoding_function_of_the_callers_own_may_go_on_from_a_full_cache(make_cache):
+    model = tiny_model()
+
+    def decode(model, input_ids, **kwargs):
+        cache = kwargs[cache_argument(model)]
+        for _ in range(5):
+            held = {cache_argument(model): cache}
+            logits = model(input_ids[:, -1:], **held).logits
+            input_ids = torch.cat([input_ids, logits[:, -1:].argmax(-1)], dim=1)
+        return input_ids
+
+    answers = []
+    for cache in (make_cache(config=model.config, block_size=16), DynamicCache(config=model.config)):
+        with torch.no_grad():
+            model(prompt(40), **{cache_argument(model): cache})
+        answers.append(tokens(model, prompt(40), cache, custom_generate=decode))
+        assert cache.get_seq_length() == 45
+    assert torch.equal(*answers)
+
+
+def test_cropping_to_a_length_after_an_interrupt(make_cache):
+    """The number of tokens to remove is counted from a length that has the broken forward in it."""
+    model = tiny_model()
+    cache = make_cache(config=model.config, block_size=16)
+    ids, held = prompt(30), {cache_argument(model): cache}
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    with torch.no_grad():
+        model(ids[:, :20], **held)
+        model(ids[:, 20:21], **held)
+        cache.crop(20 - cache.get_seq_length())
+        hook = model.model.layers[2].register_forward_pre_hook(stop)
+        with pytest.raises(KeyboardInterrupt):
+            model(ids[:, 20:26], **held)
+        hook.remove()
+        cache.crop(20 - cache.get_seq_length())
+        assert cache.get_seq_length() == 20
+        logits = model(ids[:, 20:], **held).logits
+        torch.testing.assert_close(logits, model(ids, use_cache=False).logits[:, 20:])
+
+
+def test_a_copy_of_a_cache_whose_forward_was_interrupted(make_cache):
+    model = tiny_model()
+    cache = make_cache(config=model.config, block_size=16)
+    tokens(model, prompt(40), cache)
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    hook = model.model.layers[2].register_forward_pre_hook(stop)
+    with torch.no_grad(), pytest.raises(KeyboardInterrupt):
+        model(prompt(3), **{cache_argument(model): cache})
+    hook.remove()
+    copied = copy.deepcopy(cache)
+    assert [layer.get_seq_length() for layer in copied.layers] == [63] * 4
+    copied.close()

@@ -133,6 +133,7 @@ class Executor(TorchDispatchMode):
         self.side = Stream("side")
         self.copies = self.crossings = 0
         self._lock = threading.RLock()
+        self._thread = threading.get_ident()  # where the model runs
         self._queue: deque[tuple[Memory, Memory]] = deque()
         self._done = 0
         self._uses: dict[int, Uses] = {}
@@ -243,6 +244,8 @@ class Executor(TorchDispatchMode):
 
     def reach(self, event: Event) -> None:
         with self._lock:
+            if threading.get_ident() == self._thread:  # whatever it enqueues from here on comes later
+                self.computing.learn(event.clock)
             self._run_until(event.clock.get(self.side, 0))
 
     # How it plays the device.

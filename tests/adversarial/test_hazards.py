@@ -1,12 +1,14 @@
 """One test for each way in which memory could be used while something else still does."""
 
 import gc
+import time
 
 import pytest
 import torch
 from transformers import DynamicCache
 
 from nvme_cache import OffloadedNVMeCache
+from nvme_cache.shards import Shard
 from tests.conftest import assert_same, generate, tiny_model
 
 from .executor import HazardError, late
@@ -31,8 +33,8 @@ class Pair:
         self.ours, self.stock, self.num_layers = cache, DynamicCache(), num_layers
 
     @torch.no_grad()  # else what comes back is a copy
-    def forward(self, length, batch_size=1):
-        for layer_idx in range(self.num_layers):
+    def forward(self, length, batch_size=1, order=None):
+        for layer_idx in order or range(self.num_layers):
             new = states_of(length, batch_size)
             expected = self.stock.update(*new.clone(), layer_idx)
             assert all(map(torch.equal, self.ours.update(*new, layer_idx), expected))
@@ -104,6 +106,32 @@ def test_slots_that_grow_give_memory_back_only_when_nothing_is_on_its_way_there(
         for layer in cache.layers:
             layer._abandon_slot()
     pair.forward(1)
+
+
+def test_slots_taken_from_layers_they_are_being_filled_for(make_cache, monkeypatch):
+    pair = Pair(make_cache(block_size=16, prefetch_depth=2))
+    for length in (100, 1):
+        pair.forward(length)
+    for layer in pair.ours.layers:
+        layer._abandon_slot()
+    pair.ours._pager.flush()
+    read = Shard.read
+
+    def read_slowly(shard, *args, **options):
+        time.sleep(0.2 if shard.layer_idx == 2 else 0)
+        read(shard, *args, **options)
+
+    def interrupt(tasks):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Shard, "read", read_slowly)
+    with monkeypatch.context() as patch:
+        patch.setattr("nvme_cache.pager.wait", interrupt)
+        for layer_idx in range(3):
+            with pytest.raises(KeyboardInterrupt):
+                pair.forward(1, order=[layer_idx])
+            pair.stock.layers[layer_idx].crop(-1)
+    pair.forward(1, order=[3])  # all slots are being filled: one must be taken
 
 
 @pytest.mark.parametrize("steps", [0, 1])
