@@ -76,7 +76,7 @@ def test_prompts_dropped_at_once_are_sealed_whole(tier, make_cache):
 @torch.no_grad()
 def test_a_graph_that_is_replayed_writes_to_the_same_memory_every_time(make_cache):
     cache, stock = make_cache(block_size=16), DynamicCache()
-    static = [states_of(32) for _ in range(4)]
+    static = [states_of(32) for _ in range(2)]  # few enough for the staging buffers, which else put all in order
     for _ in range(4):
         for layer_idx, memory in enumerate(static):
             memory.normal_()
