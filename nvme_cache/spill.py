@@ -67,13 +67,15 @@ class Writer:
         if not self._failed:
             return
         failed = [self._failed.popleft() for _ in range(len(self._failed))]
+        outcomes = [write.shard.written for write, _ in failed]
         for write, _ in failed:
             write.staging.fail(None)
         try:
             for write, _ in failed:
                 self.submit(write)
-        except BaseException:  # an interrupt: those that were not given again must not be lost
-            self._failed.extend(pair for pair in failed if pair[0].shard.written.done())
+        except BaseException:  # an interrupt: those not given again must not be lost, nor the others written twice
+            pairs = zip(failed, outcomes, strict=True)
+            self._failed.extend(pair for pair, outcome in pairs if pair[0].shard.written is outcome)
             raise
         raise failed[0][1]
 

@@ -20,7 +20,6 @@ from nvme_cache import (
     ConfigurationError,
     OffloadDirectoryError,
     OffloadedNVMeCache,
-    ShardIOError,
     StorageFullError,
 )
 
@@ -290,61 +289,6 @@ def test_the_disk_budget_is_checked_before_writing_and_nothing_is_lost(make_cach
         cache.update(*states, layer_idx)
     keys, _ = cache.update(*torch.zeros(2, 1, 2, 1, 16), 0)
     assert torch.equal(keys[:, :, :32], states[0])
-
-
-def test_a_full_drive_says_so_once_and_the_write_is_tried_again(make_cache, monkeypatch):
-    from nvme_cache import io
-
-    cache = make_cache(block_size=16)
-    states = torch.randn(2, 1, 2, 64, 16)
-    write_all, full, may_fail = io.write_all, [True], threading.Event()
-
-    def maybe(*arguments):
-        may_fail.wait()
-        if full[0]:
-            raise OSError(28, "No space left on device")
-        write_all(*arguments)
-
-    monkeypatch.setattr(io, "write_all", maybe)
-    for layer_idx in range(2):
-        cache.update(*states, layer_idx)
-    may_fail.set()
-    cache._pager.flush()
-    full[0] = False
-    token = torch.zeros(2, 1, 2, 1, 16)
-    errors = []
-    for _ in range(4):
-        try:
-            for layer_idx in range(2):
-                keys, _ = cache.update(*token, layer_idx)
-        except StorageFullError as error:
-            errors.append(str(error))
-    assert len(errors) == 1  # for two shards and the fetches that waited for them
-    assert "no room for shard" in errors[0] and "Nothing is lost" in errors[0]
-    assert torch.equal(keys[:, :, :64], states[0])
-    assert keys.shape[2] == 67
-
-
-def test_a_full_drive_never_hangs_a_prompt_that_waits_for_buffers(make_cache, monkeypatch):
-    def fail(*_):
-        raise OSError(28, "No space left on device")
-
-    cache = make_cache(block_size=16)
-    monkeypatch.setattr("nvme_cache.io.write_all", fail)
-    with pytest.raises(StorageFullError):
-        for layer_idx in range(50):
-            cache.update(*torch.randn(2, 1, 2, 64, 16), layer_idx)
-
-
-def test_any_failure_of_the_write_thread_is_typed_and_hangs_nothing(make_cache, monkeypatch):
-    def fail(*_):
-        raise MemoryError("no memory for a header")
-
-    cache = make_cache(block_size=16)
-    monkeypatch.setattr("nvme_cache.io.write_all", fail)
-    with pytest.raises(ShardIOError, match="no memory for a header"):
-        for layer_idx in range(50):
-            cache.update(*torch.randn(2, 1, 2, 64, 16), layer_idx)
 
 
 def test_closing_in_another_thread_hangs_nothing(make_cache):
