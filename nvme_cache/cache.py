@@ -9,21 +9,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self, cast
 
-import psutil
 import torch
-from accelerate.utils import convert_file_size_to_int
 from torch._compile import _disable_dynamo
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionCacheLayerMixin
 
-from .errors import CacheMisuseError, ConfigurationError, NVMeCacheError
+from .arguments import check_at_least, parse_folder, parse_host_budget, parse_size
+from .errors import CacheMisuseError, NVMeCacheError
 from .guards import Forward, GenerateCall, Progress, Prompt
 from .layers import NVMeLayer
 from .pager import Pager
 from .placement import ASSUMED_LAYERS, Budgets, Tier
 from .store import Store
-
-_AUTO_HOST_SHARE = 0.5  # of the memory available at construction: the model's own peaks need the rest
 
 
 class OffloadedNVMeCache(DynamicCache):
@@ -80,18 +77,18 @@ class OffloadedNVMeCache(DynamicCache):
             ddp_cache_data, config = None, ddp_cache_data
         if unknown := set(dynamic_cache_kwargs) - {"offloading", "offload_only_non_sliding"}:
             raise TypeError(f"OffloadedNVMeCache() got unexpected arguments: {', '.join(sorted(unknown))}")
-        _check_at_least("block_size", block_size, 1)
-        _check_at_least("prefetch_depth", prefetch_depth, 0)
-        _check_at_least("io_threads", io_threads, 1)
-        budgets = Budgets(_parse_size("device_budget", device_budget), _parse_host_budget(host_budget))
-        disk_bytes = None if disk_budget is None else _parse_size("disk_budget", disk_budget)
+        check_at_least("block_size", block_size, 1)
+        check_at_least("prefetch_depth", prefetch_depth, 0)
+        check_at_least("io_threads", io_threads, 1)
+        budgets = Budgets(parse_size("device_budget", device_budget), parse_host_budget(host_budget))
+        disk_bytes = None if disk_budget is None else parse_size("disk_budget", disk_budget)
         # Upstream's own dispatch names the layers, in every version and for every model it knows.
         given = config is not None or ddp_cache_data is not None
         stock = DynamicCache(ddp_cache_data, config=config).layers if given else []
         paged = sum(type(layer) is DynamicLayer for layer in stock)
         self._prefetch_depth = prefetch_depth
         self._pager = Pager(
-            Store(_parse_folder(offload_dir), disk_bytes),
+            Store(parse_folder(offload_dir), disk_bytes),
             budgets=budgets,
             num_layers=max(1, paged) if config is not None else ASSUMED_LAYERS,
             block_size=block_size,
@@ -364,32 +361,3 @@ def _undo(layer: Any) -> Callable[[], None]:
     # Upstream's attention layers replace their tensors and never write into them.
     state = dict(vars(layer))
     return lambda: vars(layer).update(state)
-
-
-def _check_at_least(name: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigurationError(f"{name}={value!r} must be a whole number of at least {least}")
-
-
-def _parse_folder(value: str | os.PathLike[str] | None) -> Path | None:
-    if value is not None and not os.fspath(value):
-        raise ConfigurationError(f"offload_dir={value!r} names no folder; pass one on a fast drive, or None")
-    return None if value is None else Path(value)
-
-
-def _parse_size(name: str, value: object) -> int:
-    remedy = 'pass bytes as a whole number of at least 0, or text such as "8GiB" or "500MB"'
-    if isinstance(value, str):
-        try:
-            value = convert_file_size_to_int(value)
-        except ValueError as error:
-            raise ConfigurationError(f"{name}={value!r} is no size; {remedy}") from error
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ConfigurationError(f"{name}={value!r} is no size; {remedy}")
-    return value
-
-
-def _parse_host_budget(value: object) -> int:
-    if value == "auto":
-        return int(psutil.virtual_memory().available * _AUTO_HOST_SHARE)
-    return _parse_size("host_budget", value)

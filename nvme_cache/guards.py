@@ -7,7 +7,7 @@ forwards from broken ones.
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NamedTuple
@@ -38,10 +38,11 @@ class GenerateCall:
     @classmethod
     def above(cls, frame: FrameType | None) -> "GenerateCall | None":
         """The call whose preparation reached `frame`; None if the frames do not look as expected."""
-        generate = frame.f_back if frame is not None else None
-        while frame is not None and generate is not None and generate.f_code.co_name == frame.f_code.co_name:
-            generate = generate.f_back  # a model's own preparation around the usual one
-        if frame is None or generate is None:
+        if frame is None:
+            return None
+        # A model's own preparation may stand around the usual one.
+        others = (outer for outer in _outward(frame) if outer.f_code.co_name != frame.f_code.co_name)
+        if (generate := next(others, None)) is None:
             return None
         prepared, called = frame.f_locals, generate.f_locals
         model, config, kwargs = (prepared.get(name) for name in ("self", "generation_config", "model_kwargs"))
@@ -68,12 +69,11 @@ class Progress(NamedTuple):
     @classmethod
     def above(cls, frame: FrameType | None, cache: object) -> "Progress | None":
         """That of the call above `frame` that was given `cache`; None if there is none that looks as expected."""
-        while frame is not None:
-            if frame.f_code.co_name in ("_sample", "_assisted_decoding") and _was_given(frame, cache):
-                ids, model = (frame.f_locals.get(name) for name in ("input_ids", "self"))
+        for outer in _outward(frame):
+            if outer.f_code.co_name in ("_sample", "_assisted_decoding") and _was_given(outer, cache):
+                ids, model = (outer.f_locals.get(name) for name in ("input_ids", "self"))
                 config = getattr(model, "config", None)
                 return cls(ids, config.is_encoder_decoder) if isinstance(ids, torch.Tensor) and config else None
-            frame = frame.f_back
         return None
 
 
@@ -256,19 +256,19 @@ class _Pass:
 
 def _is_generating(thread: int, cache: object) -> bool:
     """Whether `thread` is inside a `generate` that was given `cache`."""
-    frame = sys._current_frames().get(thread)
-    while frame is not None:
-        if frame.f_code.co_name == "generate" and _was_given(frame, cache):
-            return True
-        frame = frame.f_back
-    return False
+    frames = _outward(sys._current_frames().get(thread))
+    return any(frame.f_code.co_name == "generate" and _was_given(frame, cache) for frame in frames)
 
 
 def _is_inside_a_model() -> bool:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name != "_call_impl":  # of torch.nn.Module
+    return any(frame.f_code.co_name == "_call_impl" for frame in _outward(sys._getframe(1)))  # of torch.nn.Module
+
+
+def _outward(frame: FrameType | None) -> Iterator[FrameType]:
+    """`frame` and those that called it, innermost first."""
+    while frame is not None:
+        yield frame
         frame = frame.f_back
-    return frame is not None
 
 
 def _was_given(frame: FrameType, cache: object) -> bool:

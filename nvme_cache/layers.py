@@ -177,8 +177,7 @@ class NVMeLayer(CacheLayerMixin):
 
     def batch_select_indices(self, indices: torch.Tensor | Sequence[int]) -> None:
         """Keeps the batch rows at `indices`, in that order; a mask works too."""
-        if self.is_initialized:
-            self._select_rows(torch.arange(self.batch_size, device="cpu")[torch.as_tensor(indices).cpu()])
+        self._select_rows(torch.as_tensor(indices))
 
     def reset(self) -> None:
         """Forgets every token."""

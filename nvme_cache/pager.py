@@ -3,6 +3,7 @@
 One pager serves one cache. It knows runs, slots and shards, but nothing of transformers.
 """
 
+import math
 import os
 import threading
 import time
@@ -251,10 +252,11 @@ class Pager:
             if isinstance(error, fetch.NotWrittenError):
                 return False
             raise error
+        lane = self._lane(device)
         for task in slot.tasks:
-            self._lane(device).transfer.wait(task.result())
+            lane.transfer.wait(task.result())
         slot.tasks = []
-        self._lane(device).slots.trim(slot)
+        lane.slots.trim(slot)
         return True
 
     def _lane(self, device: torch.device) -> "_Lane":
@@ -289,7 +291,7 @@ class Pager:
         transfer = self._lane(states[0][0].device).transfer
         make = transfer.device_memory if tier is Tier.DEVICE else transfer.host_memory
         targets = [
-            shaped(make(kind.nbytes(shape[0] * shape[1] * shape[3])), shape, kind.dtype)
+            shaped(make(kind.dtype.itemsize * math.prod(shape)), shape, kind.dtype)
             for shape, kind in zip(shapes, (spec.keys, spec.values), strict=True)
         ]
         event = self._pack(targets, states)

@@ -7,6 +7,7 @@ first token and an xxh3-64 checksum of every piece's keys and values.
 """
 
 import json
+import math
 import mmap
 import os
 import weakref
@@ -72,10 +73,7 @@ class Section:
     @classmethod
     def of(cls, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> "Section":
         """The section of a tensor of `shape` and `dtype`."""
-        nbytes = dtype.itemsize
-        for extent in shape:
-            nbytes *= extent
-        return cls(name, shape, dtype, nbytes)
+        return cls(name, shape, dtype, dtype.itemsize * math.prod(shape))
 
     @property
     def padded_nbytes(self) -> int:

@@ -16,7 +16,7 @@ import nvme_cache
 PACKAGE = Path(nvme_cache.__file__).parent
 LEVELS = [
     {"errors", "io", "placement", "tax"},
-    {"guards", "transfer"},
+    {"arguments", "guards", "transfer"},
     {"buffers"},
     {"shards"},
     {"blocks", "store"},

@@ -236,7 +236,7 @@ class Executor(TorchDispatchMode):
             self.crossings += crosses
             self._use(self.side, source, writes=False)
             self._use(self.side, target, writes=True)
-            self._run_until(self._done + min(len(self._queue), self.progress(len(self._queue))))
+            self._go_on()
 
     def record(self) -> Event:
         with self._lock:
@@ -249,6 +249,9 @@ class Executor(TorchDispatchMode):
             self._run_until(event.clock.get(self.side, 0))
 
     # How it plays the device.
+
+    def _go_on(self) -> None:
+        self._run_until(self._done + min(len(self._queue), self.progress(len(self._queue))))
 
     def _run_until(self, length: int) -> None:
         if self._done >= length:
@@ -267,7 +270,7 @@ class Executor(TorchDispatchMode):
 
     def _compute(self, function, args, kwargs) -> None:
         self.computing.length += 1
-        self._run_until(self._done + min(len(self._queue), self.progress(len(self._queue))))
+        self._go_on()
         for index, name, writes in memory_arguments(function):
             value = args[index] if index < len(args) else kwargs.get(name)
             for tensor in tensors_in([value]):
@@ -285,7 +288,9 @@ class Executor(TorchDispatchMode):
         uses = self._uses.get(storage._cdata)
         if uses is None or uses.storage.expired():
             uses = self._uses[storage._cdata] = Uses(StorageWeakRef(storage))
-            uses.writes.update([self._written.get(storage._cdata, (stream, 0))])
+            if storage._cdata in self._written:
+                writer, time = self._written[storage._cdata]
+                uses.writes[writer] = time
         home = self._home(tensor)
         if stream is not self.side and home not in (None, stream, self.side):
             self._fail(f"memory of the stream {home.name!r} used on {stream.name!r}")

@@ -47,7 +47,7 @@ MUTANTS = [
     Mutant(
         "attention reads a slot before it is filled",
         "pager",
-        "self._lane(device).transfer.wait(task.result())",
+        "lane.transfer.wait(task.result())",
         "task.result()",
     ),
     Mutant(

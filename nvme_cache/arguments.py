@@ -1,0 +1,44 @@
+"""What a cache may be given: each argument checked, and errors that name it, its value and the remedy."""
+
+import os
+from pathlib import Path
+
+import psutil
+from accelerate.utils import convert_file_size_to_int
+
+from .errors import ConfigurationError
+
+_AUTO_HOST_SHARE = 0.5  # of the memory available at construction: the model's own peaks need the rest
+
+
+def check_at_least(name: str, value: object, least: int) -> None:
+    """Raises `ConfigurationError` unless `value` is a whole number of at least `least`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigurationError(f"{name}={value!r} must be a whole number of at least {least}")
+
+
+def parse_folder(value: str | os.PathLike[str] | None) -> Path | None:
+    """The folder named; None for the default. Raises `ConfigurationError` if the name is empty."""
+    if value is not None and not os.fspath(value):
+        raise ConfigurationError(f"offload_dir={value!r} names no folder; pass one on a fast drive, or None")
+    return None if value is None else Path(value)
+
+
+def parse_size(name: str, value: object) -> int:
+    """Bytes, from a number of them or from text such as "8GiB". Raises `ConfigurationError` for anything else."""
+    remedy = 'pass bytes as a whole number of at least 0, or text such as "8GiB" or "500MB"'
+    if isinstance(value, str):
+        try:
+            value = convert_file_size_to_int(value)
+        except ValueError as error:
+            raise ConfigurationError(f"{name}={value!r} is no size; {remedy}") from error
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ConfigurationError(f"{name}={value!r} is no size; {remedy}")
+    return value
+
+
+def parse_host_budget(value: object) -> int:
+    """As `parse_size`; "auto" is a share of the memory available now."""
+    if value == "auto":
+        return int(psutil.virtual_memory().available * _AUTO_HOST_SHARE)
+    return parse_size("host_budget", value)
