@@ -94,6 +94,36 @@ def tokens(model, ids, cache, **options):
     return model.generate(ids, **{cache_argument(model): cache}, **options)
 
 
+def tiers(mixed_bytes):
+    """Budgets by where blocks end up; in "mixed" that many bytes on the device, twice as many on the host."""
+    return {
+        "nvme": {},
+        "host": {"host_budget": 1 << 30},
+        "device": {"device_budget": 1 << 30},
+        "mixed": {"device_budget": mixed_bytes, "host_budget": 2 * mixed_bytes},
+    }
+
+
+class Pair:
+    """Ours on the devices given, in turn, and transformers' cache on the host, given the same tokens layer after layer;
+    what comes back must be the same.
+    """
+
+    def __init__(self, cache, num_layers=4, devices=("cpu",)):
+        self.ours, self.stock = cache, DynamicCache()
+        self.devices = [torch.device(devices[layer_idx % len(devices)]) for layer_idx in range(num_layers)]
+
+    @torch.no_grad()  # else what comes back is a copy
+    def forward(self, length, batch_size=1, order=None):
+        for layer_idx in order or range(len(self.devices)):
+            device = self.devices[layer_idx]
+            new = torch.randn(2, batch_size, 2, length, 16)
+            expected = self.stock.update(*new.clone(), layer_idx)
+            for ours, part in zip(self.ours.update(*new.to(device), layer_idx), expected, strict=True):
+                assert ours.device == device
+                assert torch.equal(ours.cpu(), part)
+
+
 @dataclass
 class Generated:
     tokens: torch.Tensor

@@ -9,17 +9,12 @@ from transformers import DynamicCache
 
 from nvme_cache import io
 
-from .conftest import FAMILIES, assert_parity, assert_same, generate, prompt, tiny_model, tokens
+from .conftest import FAMILIES, Pair, assert_parity, assert_same, generate, prompt, tiers, tiny_model, tokens
 from .test_decoding import MODES
 
 pytestmark = pytest.mark.gpu
 
-TIERS = {
-    "nvme": {},
-    "host": {"host_budget": 1 << 30},
-    "device": {"device_budget": 1 << 30},
-    "mixed": {"device_budget": 20000, "host_budget": 40000},
-}
+TIERS = tiers(mixed_bytes=20000)
 
 
 @pytest.fixture
@@ -84,29 +79,12 @@ def test_generate_inside_a_stream_of_the_users_own(device, make_cache):
     assert_same(ours, expected)
 
 
-class Pair:
-    """Ours on the devices given, in turn, and transformers' cache on the host, given the same tokens."""
-
-    def __init__(self, cache, devices, num_layers=4):
-        self.ours, self.stock = cache, DynamicCache()
-        self.devices = [devices[layer_idx % len(devices)] for layer_idx in range(num_layers)]
-
-    @torch.no_grad()  # else what comes back is a copy
-    def forward(self, length, batch_size=1):
-        for layer_idx, device in enumerate(self.devices):
-            new = torch.randn(2, batch_size, 2, length, 16)
-            expected = self.stock.update(*new, layer_idx)
-            for ours, part in zip(self.ours.update(*new.to(device), layer_idx), expected, strict=True):
-                assert ours.device == device
-                assert torch.equal(ours.cpu(), part)
-
-
 @pytest.mark.parametrize("tier", TIERS)
 def test_layers_on_several_devices_whichever_is_current(tier, device, make_cache):
     other = other_device(device)
     torch.accelerator.set_device_index(other.index)
     try:
-        pair = Pair(make_cache(block_size=16, **TIERS[tier]), [device, other])
+        pair = Pair(make_cache(block_size=16, **TIERS[tier]), devices=[device, other])
         for length in (100, 1, 20, 1, 1):
             torch.accelerator.set_device_index((other if length == 20 else device).index)
             pair.forward(length)
@@ -117,7 +95,7 @@ def test_layers_on_several_devices_whichever_is_current(tier, device, make_cache
 @pytest.mark.parametrize("cut", [1, 20, 90])
 @pytest.mark.parametrize("tier", TIERS)
 def test_cropping_and_selecting_rows_while_layers_are_fetched_ahead(tier, cut, device, make_cache):
-    pair = Pair(make_cache(block_size=16, prefetch_depth=3, **TIERS[tier]), [device])
+    pair = Pair(make_cache(block_size=16, prefetch_depth=3, **TIERS[tier]), devices=[device])
     for length in (100, 1, 1):
         pair.forward(length, batch_size=3)
     for rows in ([2, 0, 1], [0, 0, 2]):
@@ -147,7 +125,7 @@ def test_memory_on_the_device_stays_flat_over_caches(device, make_cache):
     sizes = []
     for _ in range(8):
         cache = make_cache(block_size=16)
-        pair = Pair(cache, [device])
+        pair = Pair(cache, devices=[device])
         for length in (200, 1, 1):
             pair.forward(length)
         cache.close()

@@ -1,7 +1,9 @@
 """Uses that transformers lets pass: each ends in a typed error or in the right text, never in wrong text."""
 
+import contextlib
 import copy
-import pickle
+import itertools
+import pickle  # to see that it is refused
 import threading
 
 import pytest
@@ -12,6 +14,23 @@ from nvme_cache import CacheMisuseError
 from nvme_cache.integration import cache_argument
 
 from .conftest import prompt, tiny_model, tiny_t5, tokens
+
+
+@contextlib.contextmanager
+def interrupted(model, error=KeyboardInterrupt, forward=1):
+    """The `forward`-th forward inside ends with `error` when it reaches the third layer."""
+    count = itertools.count(1)
+
+    def interrupt(*_):
+        if next(count) == forward:
+            raise error
+
+    hook = model.model.layers[2].register_forward_pre_hook(interrupt)
+    try:
+        with pytest.raises(error):
+            yield
+    finally:
+        hook.remove()
 
 
 def stock_tokens(model, ids, **options):
@@ -126,21 +145,14 @@ def test_an_interrupted_forward_is_taken_back(family, error, make_cache):
     model = tiny_model(family)
     cache = make_cache(config=model.config, block_size=16)
     name = cache_argument(model)
-    layers = model.model.layers
-
-    def interrupt(*_):
-        raise error
-
     expected, stock = [], DynamicCache(config=model.config)
     with torch.no_grad():
         for length in (40, 20, 1):
             expected.append(model(prompt(length), **{name: stock}).logits)
         assert torch.equal(model(prompt(40), **{name: cache}).logits, expected[0])
 
-        hook = layers[2].register_forward_pre_hook(interrupt)
-        with pytest.raises(error):
+        with interrupted(model, error):
             model(prompt(20), **{name: cache})
-        hook.remove()
         with pytest.raises(CacheMisuseError, match=r"interrupted.*call the model again"):
             model(prompt(20), **{name: cache})
         assert torch.equal(model(prompt(20), **{name: cache}).logits, expected[1])
@@ -150,34 +162,16 @@ def test_an_interrupted_forward_is_taken_back(family, error, make_cache):
 def test_an_interrupted_generate_may_simply_be_called_again(make_cache):
     model = tiny_model()
     cache = make_cache(config=model.config, block_size=16)
-    calls = []
-
-    def interrupt(*_):
-        calls.append(1)
-        if len(calls) == 8:
-            raise KeyboardInterrupt
-
-    hook = model.model.layers[2].register_forward_pre_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt):
+    with interrupted(model, forward=8):
         tokens(model, prompt(40), cache)
-    hook.remove()
     assert torch.equal(tokens(model, prompt(40), cache), stock_tokens(model, prompt(40)))
 
 
 def test_tokens_of_an_interrupted_generate_are_not_held_against_later_ones(make_cache):
     model = tiny_model()
     cache = make_cache(config=model.config, block_size=16)
-    steps = []
-
-    def interrupt(*_):
-        steps.append(1)
-        if len(steps) == 8:
-            raise KeyboardInterrupt
-
-    hook = model.model.layers[2].register_forward_pre_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt):
+    with interrupted(model, forward=8):
         tokens(model, prompt(40), cache)
-    hook.remove()
     cached = cache.layers[3].get_seq_length()
     whole = torch.cat([stock_tokens(model, prompt(40))[:, :cached], prompt(5) + 1], dim=1)
     with torch.no_grad():
@@ -191,14 +185,8 @@ def test_tokens_of_an_interrupted_generate_are_not_held_against_later_ones(make_
 def test_a_first_forward_that_was_interrupted(make_cache):
     model = tiny_model()
     cache = make_cache(config=model.config, block_size=16)
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    hook = model.model.layers[2].register_forward_pre_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt):
+    with interrupted(model):
         tokens(model, prompt(40), cache)
-    hook.remove()
     with pytest.raises(CacheMisuseError, match=r"first forward was interrupted.*reset\(\)"):
         tokens(model, prompt(40), cache)
     cache.reset()
@@ -348,18 +336,12 @@ def test_cropping_to_a_length_after_an_interrupt(make_cache):
     model = tiny_model()
     cache = make_cache(config=model.config, block_size=16)
     ids, held = prompt(30), {cache_argument(model): cache}
-
-    def stop(*_):
-        raise KeyboardInterrupt
-
     with torch.no_grad():
         model(ids[:, :20], **held)
         model(ids[:, 20:21], **held)
         cache.crop(20 - cache.get_seq_length())
-        hook = model.model.layers[2].register_forward_pre_hook(stop)
-        with pytest.raises(KeyboardInterrupt):
+        with interrupted(model):
             model(ids[:, 20:26], **held)
-        hook.remove()
         cache.crop(20 - cache.get_seq_length())
         assert cache.get_seq_length() == 20
         logits = model(ids[:, 20:], **held).logits
@@ -370,14 +352,8 @@ def test_a_copy_of_a_cache_whose_forward_was_interrupted(make_cache):
     model = tiny_model()
     cache = make_cache(config=model.config, block_size=16)
     tokens(model, prompt(40), cache)
-
-    def stop(*_):
-        raise KeyboardInterrupt
-
-    hook = model.model.layers[2].register_forward_pre_hook(stop)
-    with torch.no_grad(), pytest.raises(KeyboardInterrupt):
+    with torch.no_grad(), interrupted(model):
         model(prompt(3), **{cache_argument(model): cache})
-    hook.remove()
     copied = copy.deepcopy(cache)
     assert [layer.get_seq_length() for layer in copied.layers] == [63] * 4
     copied.close()

@@ -5,11 +5,14 @@ import torch
 from transformers import (
     DynamicCache,
     EncoderDecoderCache,
+    MllamaConfig,
+    MllamaForConditionalGeneration,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     WhisperConfig,
     WhisperForConditionalGeneration,
 )
+from transformers.models.mllama.configuration_mllama import MllamaTextConfig, MllamaVisionConfig
 
 from nvme_cache import CacheMisuseError
 from nvme_cache.integration import cache_argument
@@ -145,3 +148,46 @@ def test_images_among_the_words_in_one_call_after_another(make_cache):
     ours = run(lambda: make_cache(config=config.get_text_config(), block_size=16))
     assert all(map(torch.equal, ours, run(lambda: DynamicCache(config=config))))
     assert not torch.equal(ours[2], ours[5])
+
+
+@pytest.mark.parametrize("what", ["all tokens", "new tokens and a mask over all"])
+def test_turns_after_an_image_that_cross_attention_holds(what, make_cache):
+    """Some layers hold the image, which is longer than the text: the text's length is the one that counts."""
+    torch.manual_seed(0)
+    text = MllamaTextConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, cross_attention_layers=[1], max_position_embeddings=4096, pad_token_id=0,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )  # fmt: skip
+    vision = MllamaVisionConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_global_layers=1, attention_heads=2,
+        vision_output_dim=64, image_size=56, patch_size=14, max_num_tiles=4, intermediate_layers_indices=[0],
+        supported_aspect_ratios=[[1, 1], [1, 2], [2, 1], [2, 2]],
+    )  # fmt: skip
+    model = MllamaForConditionalGeneration(MllamaConfig(text_config=text, vision_config=vision, image_token_index=255))
+    model.eval()
+    for name, parameter in model.named_parameters():
+        if "gate" in name:
+            parameter.data.fill_(1.0)  # else nothing of the image comes through
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    ids = prompt(20)
+    ids[:, 1] = 255
+    image = {
+        "pixel_values": torch.randn(1, 1, 4, 3, 56, 56),
+        "aspect_ratio_ids": torch.full((1, 1), 4),
+        "aspect_ratio_mask": torch.ones(1, 1, 4, dtype=torch.long),
+        "cross_attention_mask": torch.ones(1, 20, 1, 4, dtype=torch.long),
+    }
+    answers = []
+    for cache in (make_cache(config=text, block_size=16), DynamicCache(config=text)):
+        first = tokens(model, ids, cache, max_new_tokens=6, **image)
+        if what == "all tokens":
+            second = tokens(model, torch.cat([first, prompt(6)], dim=1), cache, max_new_tokens=6)
+        else:
+            new, mask = torch.cat([first[:, -1:], prompt(6)], dim=1), torch.ones(1, 32, dtype=torch.long)
+            second = tokens(model, new, cache, attention_mask=mask, max_new_tokens=6)
+        answers.append((first, second, [layer.get_seq_length() for layer in cache.layers]))
+    (*ours, our_lengths), (*stock, stock_lengths) = answers
+    assert all(map(torch.equal, ours, stock))
+    assert our_lengths == stock_lengths
+    assert our_lengths[1] > our_lengths[0]

@@ -12,13 +12,10 @@ from transformers import DynamicCache
 
 from nvme_cache import OffloadedNVMeCache
 
+from .conftest import tiers
+
 HEADS, WIDTH = 2, 8
-TIERS = {
-    "nvme": {},
-    "host": {"host_budget": 1 << 30},
-    "device": {"device_budget": 1 << 30},
-    "mixed": {"device_budget": 6000, "host_budget": 12000},
-}
+TIERS = tiers(mixed_bytes=6000)
 
 
 class CacheMachine(RuleBasedStateMachine):

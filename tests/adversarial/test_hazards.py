@@ -9,35 +9,16 @@ from transformers import DynamicCache
 
 from nvme_cache import OffloadedNVMeCache
 from nvme_cache.shards import Shard
-from tests.conftest import assert_same, generate, tiny_model
+from tests.conftest import Pair, assert_same, generate, tiers, tiny_model
 
 from .executor import HazardError, late
 
 HEADS, WIDTH = 2, 16
-TIERS = {
-    "nvme": {},
-    "host": {"host_budget": 1 << 30},
-    "device": {"device_budget": 1 << 30},
-    "mixed": {"device_budget": 9000, "host_budget": 18000},
-}
+TIERS = tiers(mixed_bytes=9000)
 
 
 def states_of(length, batch_size=1):
     return torch.randn(2, batch_size, HEADS, length, WIDTH)
-
-
-class Pair:
-    """Ours and transformers' cache, given the same tokens, layer after layer; what comes back must be the same."""
-
-    def __init__(self, cache, num_layers=4):
-        self.ours, self.stock, self.num_layers = cache, DynamicCache(), num_layers
-
-    @torch.no_grad()  # else what comes back is a copy
-    def forward(self, length, batch_size=1, order=None):
-        for layer_idx in order or range(self.num_layers):
-            new = states_of(length, batch_size)
-            expected = self.stock.update(*new.clone(), layer_idx)
-            assert all(map(torch.equal, self.ours.update(*new, layer_idx), expected))
 
 
 @pytest.mark.parametrize("prefetch_depth", [0, 1, 2, 5])
