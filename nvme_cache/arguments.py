@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import cast
 
 import psutil
 from accelerate.utils import convert_file_size_to_int
@@ -15,6 +16,14 @@ def check_at_least(name: str, value: object, least: int) -> None:
     """Raises `ConfigurationError` unless `value` is a whole number of at least `least`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ConfigurationError(f"{name}={value!r} must be a whole number of at least {least}")
+
+
+def parse_count(name: str, value: object, least: int) -> int | None:
+    """A whole number of at least `least`; None for "auto". Raises `ConfigurationError` for anything else."""
+    if value == "auto":
+        return None
+    check_at_least(name, value, least)
+    return cast(int, value)
 
 
 def parse_folder(value: str | os.PathLike[str] | None) -> Path | None:

@@ -7,14 +7,14 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, Self, cast
+from typing import Any, Literal, NoReturn, Self, cast
 
 import torch
 from torch._compile import _disable_dynamo
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionCacheLayerMixin
 
-from .arguments import check_at_least, parse_folder, parse_host_budget, parse_size
+from .arguments import check_at_least, parse_count, parse_folder, parse_host_budget, parse_size
 from .errors import CacheMisuseError, NVMeCacheError
 from .guards import Forward, GenerateCall, Progress, Prompt
 from .layers import NVMeLayer
@@ -41,9 +41,9 @@ class OffloadedNVMeCache(DynamicCache):
         host_budget: Bytes of sealed blocks that stay in host memory, likewise; "auto" for half of what is
             available now.
         disk_budget: Most bytes of shards on the drive, likewise; None for what the drive has.
-        prefetch_depth: Layers fetched ahead of the one computing. Device memory holds one
-            more than that at full length.
-        io_threads: Threads that read.
+        prefetch_depth: Layers fetched ahead of the one computing; device memory holds one more than that at full
+            length. "auto" for 2, or up to 4 where layers are so small that the drive would run dry between them.
+        io_threads: Threads that read; "auto" for what a short test of the drive finds fastest.
         verify: Whether every block read back is checked against its checksum.
         dynamic_cache_kwargs: `offloading` and `offload_only_non_sliding`, accepted for code that builds caches of the
             given type, and without effect: this cache offloads anyway.
@@ -68,8 +68,8 @@ class OffloadedNVMeCache(DynamicCache):
         device_budget: int | str = 0,
         host_budget: int | str = "auto",
         disk_budget: int | str | None = None,
-        prefetch_depth: int = 2,
-        io_threads: int = 2,
+        prefetch_depth: int | Literal["auto"] = "auto",
+        io_threads: int | Literal["auto"] = "auto",
         verify: bool = True,
         **dynamic_cache_kwargs: bool,
     ) -> None:
@@ -78,22 +78,21 @@ class OffloadedNVMeCache(DynamicCache):
         if unknown := set(dynamic_cache_kwargs) - {"offloading", "offload_only_non_sliding"}:
             raise TypeError(f"OffloadedNVMeCache() got unexpected arguments: {', '.join(sorted(unknown))}")
         check_at_least("block_size", block_size, 1)
-        check_at_least("prefetch_depth", prefetch_depth, 0)
-        check_at_least("io_threads", io_threads, 1)
+        depth = parse_count("prefetch_depth", prefetch_depth, 0)
+        threads = parse_count("io_threads", io_threads, 1)
         budgets = Budgets(parse_size("device_budget", device_budget), parse_host_budget(host_budget))
         disk_bytes = None if disk_budget is None else parse_size("disk_budget", disk_budget)
         # Upstream's own dispatch names the layers, in every version and for every model it knows.
         given = config is not None or ddp_cache_data is not None
         stock = DynamicCache(ddp_cache_data, config=config).layers if given else []
         paged = sum(type(layer) is DynamicLayer for layer in stock)
-        self._prefetch_depth = prefetch_depth
         self._pager = Pager(
             Store(parse_folder(offload_dir), disk_bytes),
             budgets=budgets,
             num_layers=max(1, paged) if config is not None else ASSUMED_LAYERS,
             block_size=block_size,
-            num_slots=prefetch_depth + 1,
-            io_threads=io_threads,
+            prefetch_depth=depth,
+            io_threads=threads,
             verify=verify,
         )
         self._grows = not stock
@@ -334,7 +333,7 @@ class OffloadedNVMeCache(DynamicCache):
         if self._last_updated is not None:
             self._successors[self._last_updated] = here
         self._last_updated = here
-        for _ in range(self._prefetch_depth):
+        for _ in range(self._pager.prefetch_depth(current.nbytes)):
             following = in_order[(in_order.index(ahead) + 1) % len(in_order)]
             ahead = self._successors.get(ahead, following)
             if ahead == here or not paged[ahead].prefetch_beside(current):

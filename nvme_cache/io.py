@@ -9,7 +9,7 @@ import errno
 import mmap
 import os
 import resource
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 ALIGNMENT = 4096
@@ -48,10 +48,8 @@ def write_all(descriptor: int, views: Sequence[memoryview], offset: int) -> None
     Raises:
         OSError: what the kernel answered.
     """
-    for view in views:
-        while view.nbytes:
-            written = os.pwritev(descriptor, [view[:_MAX_CALL_BYTES]], offset)
-            view, offset = view[written:], offset + written
+    for part, at, wanted in _calls(views, offset):
+        _complete(lambda left, position: os.pwritev(descriptor, left, position), part, at, wanted)
 
 
 def read_all(descriptor: int, views: Sequence[memoryview], offset: int) -> None:
@@ -61,19 +59,26 @@ def read_all(descriptor: int, views: Sequence[memoryview], offset: int) -> None:
         EOFError: the file ends before the views are full.
         OSError: what the kernel answered.
     """
+    for part, at, wanted in _calls(views, offset):
+        _complete(lambda left, position: os.preadv(descriptor, left, position), part, at, wanted)
+
+
+def _calls(views: Sequence[memoryview], offset: int) -> Iterator[tuple[list[memoryview], int, int]]:
+    """What one call can move: views, their position in the file, their bytes."""
     start = 0
     while start < len(views):
         end, wanted = start, 0
         while end < len(views) and end - start < _MAX_VECTORS and wanted + views[end].nbytes <= _MAX_CALL_BYTES:
             wanted += views[end].nbytes
             end += 1
-        _read_call(descriptor, list(views[start:end]), offset, wanted)
+        yield list(views[start:end]), offset, wanted
         start, offset = end, offset + wanted
 
 
-def _read_call(descriptor: int, views: list[memoryview], offset: int, wanted: int) -> None:
+def _complete(call: Callable[[list[memoryview], int], int], views: list[memoryview], offset: int, wanted: int) -> None:
+    """Repeats `call` until it has moved all of `views`: the kernel may stop early."""
     while wanted:
-        count = os.preadv(descriptor, views, offset)
+        count = call(views, offset)
         if count == 0:
             raise EOFError(f"the file ends {wanted} bytes early, at byte {offset}")
         offset, wanted = offset + count, wanted - count
@@ -90,7 +95,7 @@ def advise(descriptor: int, offset: int, size: int, *, will_need: bool) -> None:
 
 
 def supports_direct(folder: Path) -> bool:
-    """Whether the file system under `folder` takes an `O_DIRECT` write and gives it back.
+    """Whether the file system under `folder` takes an `O_DIRECT` write, gives it back, and keeps it out of its cache.
 
     Raises:
         OSError: `folder` takes no files at all.
@@ -108,7 +113,7 @@ def supports_direct(folder: Path) -> bool:
         try:
             write_all(descriptor, [source], 0)
             read_all(descriptor, [target], 0)
-            return bool(_DIRECT) and source == target
+            return bool(_DIRECT) and source == target and not _is_cached(probe)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
@@ -116,6 +121,17 @@ def supports_direct(folder: Path) -> bool:
         finally:
             os.close(descriptor)
             probe.unlink()
+
+
+def _is_cached(path: Path) -> bool:
+    """Whether the page cache holds the beginning of a file; False where the kernel does not tell."""
+    descriptor = open_file(path, direct=False)
+    try:
+        return os.preadv(descriptor, [bytearray(ALIGNMENT)], 0, os.RWF_NOWAIT) > 0
+    except OSError:  # EAGAIN: it would have to be read from the drive
+        return False
+    finally:
+        os.close(descriptor)
 
 
 def open_file_allowance() -> int:

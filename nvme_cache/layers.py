@@ -125,6 +125,11 @@ class NVMeLayer(CacheLayerMixin):
         self._lease = self._fetch(self.get_seq_length() + self._update_length, keep=current._lease, steal=False)
         return self._lease is not None
 
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes of all tokens."""
+        return self._spec.nbytes(self.get_seq_length()) * self.batch_size if self.is_initialized else 0
+
     def get_seq_length(self) -> int:
         """How many tokens the layer holds."""
         return 0 if self._history is None else self._history.length

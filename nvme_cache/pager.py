@@ -10,7 +10,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -49,8 +49,9 @@ class Pager:
         budgets: What may stay in device and host memory.
         num_layers: How many layers share the budgets.
         block_size: Tokens in a block.
-        num_slots: Slots on each device.
-        io_threads: Threads that read.
+        prefetch_depth: Layers to fetch ahead; None for what suits the drive and the size of a layer. A device has one
+            slot more than that.
+        io_threads: Threads that read; None for what suits the drive.
         verify: Whether every block read back is checked against its checksum.
     """
 
@@ -61,8 +62,8 @@ class Pager:
         budgets: Budgets,
         num_layers: int,
         block_size: int,
-        num_slots: int,
-        io_threads: int,
+        prefetch_depth: int | None,
+        io_threads: int | None,
         verify: bool,
     ) -> None:
         self.block_size = block_size
@@ -71,12 +72,12 @@ class Pager:
         self._users: weakref.WeakSet[BlockOwner] = weakref.WeakSet()
         self._store = store
         self._budgets = budgets
-        self._num_slots = num_slots
-        self._io_threads = io_threads
+        self._prefetch_depth = prefetch_depth
+        self._io_threads = store.drive.io_threads if io_threads is None else io_threads
         self._verify = verify
         self._pid = os.getpid()
         self._lanes: dict[torch.device, _Lane] = {}
-        self._readers = ThreadPoolExecutor(io_threads, f"{_THREAD_PREFIX}-read")
+        self._readers = ThreadPoolExecutor(self._io_threads, f"{_THREAD_PREFIX}-read")
         write_thread = ThreadPoolExecutor(1, f"{_THREAD_PREFIX}-write")
         self._writer = Writer(write_thread, self.counters)
         self._finalizer = weakref.finalize(self, _shut_down, self._readers, write_thread, self._lanes, store, self._pid)
@@ -128,7 +129,7 @@ class Pager:
             budgets=self._budgets,
             num_layers=self.num_layers,
             block_size=self.block_size,
-            num_slots=self._num_slots,
+            prefetch_depth=self._prefetch_depth,
             io_threads=self._io_threads,
             verify=self._verify,
         )
@@ -187,6 +188,12 @@ class Pager:
         self.counters.sealed_bytes += sum(run.nbytes for run in runs)
         return runs
 
+    def prefetch_depth(self, layer_bytes: int) -> int:
+        """How many layers of `layer_bytes` to fetch ahead."""
+        if self._prefetch_depth is None:
+            return self._store.drive.prefetch_depth(layer_bytes)
+        return self._prefetch_depth
+
     def fetch(
         self,
         device: torch.device,
@@ -213,7 +220,8 @@ class Pager:
             The lease, whose slot's tasks are under way; None if no slot is to be had.
         """
         lane = self._lane(device)
-        slot = lane.slots.acquire(keep.slot if keep else None, steal=steal)
+        num_slots = self.prefetch_depth(spec.nbytes(capacity) * batch_size) + 1
+        slot = lane.slots.acquire(keep.slot if keep else None, num_slots, steal=steal)
         if slot is None:
             return None
         slot.lay_out(spec, batch_size, capacity)
@@ -243,15 +251,14 @@ class Pager:
         """
         slot = lease.slot
         began = time.perf_counter()
-        wait(slot.tasks)
+        errors = [error for task in slot.tasks if (error := task.exception()) is not None]
         self.counters.stall_s += time.perf_counter() - began
-        error = next((error for task in slot.tasks if (error := task.exception()) is not None), None)
-        if error is not None:
+        if errors:
             slot.abandon()
             self.check()  # raises why a write failed, unless it has been said before
-            if isinstance(error, fetch.NotWrittenError):
+            if isinstance(errors[0], fetch.NotWrittenError):
                 return False
-            raise error
+            raise errors[0]
         lane = self._lane(device)
         for task in slot.tasks:
             lane.transfer.wait(task.result())
@@ -263,9 +270,7 @@ class Pager:
         if device not in self._lanes:
             transfer = transfer_for(device)
             staging = StagingPool(self._io_threads + 2, MAX_SECTION_BYTES, transfer)
-            self._lanes[device] = _Lane(
-                transfer, SlotPool(transfer, self._num_slots), staging, packed=transfer.record()
-            )
+            self._lanes[device] = _Lane(transfer, SlotPool(transfer), staging, packed=transfer.record())
         return self._lanes[device]
 
     def _spill(

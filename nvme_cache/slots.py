@@ -16,7 +16,7 @@ from .buffers import HostBuffer
 from .io import ALIGNMENT, round_up
 from .transfer import Event, Transfer
 
-_WINDOW = 512  # updates: slots that no holder has made necessary for one or two of these are given up
+_WINDOW = 512  # updates: slots that were not needed for one or two of these are given up
 
 
 class Slot:
@@ -40,12 +40,12 @@ class Slot:
         self._buffer = self.keys = self.values = torch.empty(0)
         self._storage = self._buffer.untyped_storage()
         self._own_references = sys.maxsize
+        self._layout: tuple[LayerSpec | None, int, int] = (None, 0, 0)
         self.tenancy = self.filled = self.exposed = self.capacity = 0
         self.is_abandoned = False
         self.stream = transfer.stream()
         self.tasks: list[Future[Event]] = []
 
-    @torch.inference_mode(False)  # views born in inference mode could not be written outside it
     def lay_out(self, spec: LayerSpec, batch_size: int, capacity: int) -> None:
         """Passes the slot to a layer with room for `capacity` tokens; contents are undefined.
 
@@ -55,16 +55,8 @@ class Slot:
         self.is_abandoned = False
         self.tasks = []
         self.filled = self.exposed = 0
-        self.capacity = capacity
-        keys_nbytes = round_up(spec.keys.nbytes(capacity) * batch_size, ALIGNMENT)
-        nbytes = keys_nbytes + spec.values.nbytes(capacity) * batch_size
-        self._own_references = sys.maxsize
-        if nbytes > self._nbytes or self.stream != self._transfer.stream():
-            self._allocate(round_up(nbytes + nbytes // 16, ALIGNMENT))
-        self._values_offset = keys_nbytes
-        self.keys = self._lay_out(spec.keys, batch_size, 0)
-        self.values = self._lay_out(spec.values, batch_size, keys_nbytes)
-        self._own_references = self._references()
+        if (spec, batch_size, capacity, self._transfer.stream()) != (*self._layout, self.stream):
+            self._lay_out(spec, batch_size, capacity)
 
     def serves(self, length: int) -> bool:
         """Whether `length` tokens fit and the model still computes on the stream the slot was laid out for."""
@@ -134,6 +126,21 @@ class Slot:
             view[at + piece * row_nbytes : at + (piece + 1) * row_nbytes] for piece in range(num_pieces) for at in heads
         ]
 
+    @torch.inference_mode(False)  # views born in inference mode could not be written outside it
+    def _lay_out(self, spec: LayerSpec, batch_size: int, capacity: int) -> None:
+        self._layout = None, 0, 0
+        self.capacity = capacity
+        keys_nbytes = round_up(spec.keys.nbytes(capacity) * batch_size, ALIGNMENT)
+        nbytes = keys_nbytes + spec.values.nbytes(capacity) * batch_size
+        self._own_references = sys.maxsize
+        if nbytes > self._nbytes or self.stream != self._transfer.stream():
+            self._allocate(round_up(nbytes + nbytes // 16, ALIGNMENT))
+        self._values_offset = keys_nbytes
+        self.keys = self._view(spec.keys, batch_size, 0)
+        self.values = self._view(spec.values, batch_size, keys_nbytes)
+        self._own_references = self._references()
+        self._layout = spec, batch_size, capacity
+
     def _allocate(self, nbytes: int) -> None:
         # Lets go of the old memory before the new is made.
         self._nbytes, self._host = 0, None
@@ -145,7 +152,7 @@ class Slot:
         self._storage = self._buffer.untyped_storage()
         self._nbytes = nbytes
 
-    def _lay_out(self, spec: StateSpec, batch_size: int, offset: int) -> torch.Tensor:
+    def _view(self, spec: StateSpec, batch_size: int, offset: int) -> torch.Tensor:
         size = spec.nbytes(self.capacity) * batch_size
         states = self._buffer[offset : offset + size].view(spec.dtype)
         return states.view(batch_size, spec.num_heads, self.capacity, spec.head_dim)
@@ -173,30 +180,30 @@ class SlotPool:
 
     Args:
         transfer: The device's transfer.
-        count: How many slots to make; more exist only while someone outside holds the tensors of one.
     """
 
-    def __init__(self, transfer: Transfer, count: int) -> None:
+    def __init__(self, transfer: Transfer) -> None:
         self._transfer = transfer
-        self._count = count
         self._slots: list[Slot] = []
-        self._calls = self._held = self._held_before = 0
+        self._calls = self._count = self._needed = self._needed_before = 0
 
-    def acquire(self, keep: Slot | None, *, steal: bool) -> Slot | None:
+    def acquire(self, keep: Slot | None, count: int, *, steal: bool) -> Slot | None:
         """A slot to lay out: one whose layer is done with it, else a new one.
 
         Args:
             keep: A slot not to take: the one whose views are about to be used.
+            count: How many slots there should be; more exist only while someone outside holds the tensors of one.
             steal: Whether to take one that is being filled ahead when all are.
 
         Returns:
             The slot, or None if all are being filled and none may be stolen.
         """
+        self._count = count
         available = [slot for slot in self._slots if slot is not keep and not slot.is_shared()]
         idle = [slot for slot in available if slot.is_idle]
         if idle:
             slot = idle[0]
-        elif len(available) + (keep is not None) < self._count:
+        elif len(available) + (keep is not None) < count:
             slot = Slot(self._transfer)
         elif steal:
             slot = available[-1]
@@ -207,22 +214,23 @@ class SlotPool:
         return slot
 
     def trim(self, keep: Slot) -> None:
-        """Gives up slots that were made while others were held, once that has not been needed for a while.
+        """Gives up slots that have not been needed for a while.
 
         Args:
             keep: A slot in use.
         """
-        held = sum(slot.is_shared() for slot in self._slots)
+        needed = self._count + sum(slot.is_shared() for slot in self._slots)
         if self._calls % _WINDOW == 0:
-            self._held_before, self._held = self._held, 0
+            self._needed_before, self._needed = self._needed, 0
         self._calls += 1
-        self._held = max(self._held, held)
-        surplus = len(self._slots) - self._count - max(self._held, self._held_before)
-        spare = [slot for slot in self._slots if slot is not keep and slot.is_idle and not slot.is_shared()]
-        for slot in spare[: max(0, surplus)]:
-            slot.abandon()
-            slot.settle()
-            self._slots.remove(slot)
+        self._needed = max(self._needed, needed)
+        surplus = len(self._slots) - max(self._needed, self._needed_before)
+        if surplus > 0:
+            spare = [slot for slot in self._slots if slot is not keep and slot.is_idle and not slot.is_shared()]
+            for slot in spare[:surplus]:
+                slot.abandon()
+                slot.settle()
+                self._slots.remove(slot)
 
     def wait(self) -> None:
         """Waits until nothing is filling any slot."""

@@ -9,6 +9,7 @@ gives are deleted.
 
 import fcntl
 import logging
+import math
 import os
 import re
 import secrets
@@ -24,6 +25,7 @@ from threading import RLock
 import psutil
 
 from . import io
+from .drive import TEST_BYTES, Drive, drive_of
 from .errors import OffloadDirectoryError, StorageFullError
 from .shards import Section, Shard
 
@@ -67,6 +69,10 @@ class Store:
 
     Raises:
         OffloadDirectoryError: `offload_dir` is missing, not a folder, or not writable.
+
+    Attributes:
+        path: The folder.
+        drive: How to read the drive under it.
     """
 
     def __init__(self, offload_dir: Path | None, disk_budget: int | None) -> None:
@@ -77,6 +83,7 @@ class Store:
             self.path, lock = _claim_folder(root)
             self._finalizer = weakref.finalize(self, _remove, self.path, lock, os.getpid())
             self._direct = io.supports_direct(self.path)
+            self.drive = self._tested_drive(disk_budget)
         self._disk_budget = disk_budget
         self._count = 0
         self._users = 1
@@ -128,6 +135,11 @@ class Store:
             if self._users:
                 return
         self._finalizer()
+
+    def _tested_drive(self, disk_budget: int | None) -> Drive:
+        # Reads through the page cache would be answered by it.
+        room = min(shutil.disk_usage(self.path).free - _SPARE_BYTES, math.inf if disk_budget is None else disk_budget)
+        return drive_of(self.path) if self._direct and room >= TEST_BYTES else Drive()
 
     def _check_room(self, nbytes: int) -> None:
         if self._disk_budget is not None and self.used_bytes + nbytes > self._disk_budget:

@@ -79,12 +79,17 @@ class HostTransfer:
     @torch.inference_mode(False)  # tensors born in inference mode could not be written outside it
     def host_memory(self, nbytes: int) -> torch.Tensor:
         nbytes = round_up(max(nbytes, 1), ALIGNMENT)
-        # Drives fill huge pages at more than twice the rate of 4 KiB ones, and Python's default, a shared mapping,
-        # never gets any.
-        mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if nbytes >= _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
-            mapping.madvise(mmap.MADV_HUGEPAGE)
-        return torch.frombuffer(mapping, dtype=torch.uint8)
+        # Drives fill huge pages at more than twice the rate of 4 KiB ones. Python's default, a shared mapping, never
+        # gets any, and a private one only where its addresses cover whole ones.
+        spare = _HUGE_PAGE if nbytes >= _HUGE_PAGE else 0
+        mapping = mmap.mmap(-1, nbytes + spare, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = torch.frombuffer(mapping, dtype=torch.uint8)
+        if not spare:
+            return memory
+        start = -memory.data_ptr() % _HUGE_PAGE
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            mapping.madvise(mmap.MADV_HUGEPAGE, start, nbytes // _HUGE_PAGE * _HUGE_PAGE)
+        return memory[start : start + nbytes]
 
     device_memory = host_memory
 

@@ -172,11 +172,11 @@ def offload_dir(tmp_path) -> Path:
 
 @pytest.fixture
 def make_cache(offload_dir):
-    """Caches with everything on NVMe unless told otherwise; closed at the end, leaving nothing."""
+    """Caches with everything on NVMe and fewer slots than layers unless told otherwise; closed, they leave nothing."""
     caches = []
 
     def make(**options) -> OffloadedNVMeCache:
-        options = {"offload_dir": offload_dir, "device_budget": 0, "host_budget": 0} | options
+        options = {"offload_dir": offload_dir, "device_budget": 0, "host_budget": 0, "prefetch_depth": 2} | options
         caches.append(OffloadedNVMeCache(**options))
         return caches[-1]
 

@@ -13,7 +13,7 @@ from nvme_cache.integration import cache_argument
 from .conftest import prompt, tiny_model, tiny_t5
 from .test_cli import model_folder  # noqa: F401  (a fixture)
 
-OPTIONS = {"block_size": 16, "host_budget": 0}
+OPTIONS = {"block_size": 16, "host_budget": 0, "prefetch_depth": 1}
 
 
 @pytest.fixture

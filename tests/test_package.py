@@ -18,7 +18,7 @@ LEVELS = [
     {"errors", "io", "placement", "tax"},
     {"arguments", "guards", "transfer"},
     {"buffers"},
-    {"shards"},
+    {"drive", "shards"},
     {"blocks", "store"},
     {"slots", "spill", "history"},
     {"fetch"},

@@ -6,6 +6,8 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from nvme_cache.drive import Drive
+
 HEADS, WIDTH = 2, 16
 
 
@@ -108,6 +110,20 @@ def test_slots_made_for_a_holder_are_given_up_when_nobody_holds_any(make_cache, 
         for layer_idx, states in enumerate(step):
             cache.update(*states, layer_idx)
     assert len(lane.slots._slots) == 2
+
+
+def test_slots_are_given_up_when_layers_have_grown(make_cache, monkeypatch):
+    monkeypatch.setattr("nvme_cache.slots._WINDOW", 16)
+    monkeypatch.setattr(Drive, "prefetch_depth", lambda _, layer_bytes: 4 if layer_bytes < 50_000 else 2)
+    cache = make_cache(block_size=16, prefetch_depth="auto")
+    counts = []
+    for step in steps(8, [40, 1, 1, 200, *[1] * 10]):
+        for layer_idx, states in enumerate(step):
+            cache.update(*states, layer_idx)
+        (lane,) = cache._pager._lanes.values()
+        counts.append(len(lane.slots._slots))
+    assert counts[:4] == [4, 5, 5, 5]
+    assert counts[-1] == 3
 
 
 def test_growing_a_slot_lets_go_of_the_old_memory_first(make_cache, monkeypatch):

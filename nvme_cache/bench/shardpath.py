@@ -117,7 +117,7 @@ class FetchPath:
             budgets=Budgets(0, 0),
             num_layers=num_layers,
             block_size=_BLOCK_SIZE,
-            num_slots=_PREFETCH_DEPTH + 1,
+            prefetch_depth=_PREFETCH_DEPTH,
             io_threads=site.threads,
             verify=verify,
         )

@@ -2,6 +2,7 @@
 
 import gc
 import time
+from concurrent.futures import Future
 
 import pytest
 import torch
@@ -102,12 +103,12 @@ def test_slots_taken_from_layers_they_are_being_filled_for(make_cache, monkeypat
         time.sleep(0.2 if shard.layer_idx == 2 else 0)
         read(shard, *args, **options)
 
-    def interrupt(tasks):
+    def interrupt(task):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Shard, "read", read_slowly)
     with monkeypatch.context() as patch:
-        patch.setattr("nvme_cache.pager.wait", interrupt)
+        patch.setattr(Future, "exception", interrupt)
         for layer_idx in range(3):
             with pytest.raises(KeyboardInterrupt):
                 pair.forward(1, order=[layer_idx])
