@@ -109,7 +109,7 @@ class NVMeLayer(CacheLayerMixin):
                 self.lazy_initialization(key_states, value_states)
         else:
             self._check(spec, key_states)
-            if (promoted := self._spec.promoted(spec)) != self._spec:
+            if spec != self._spec and (promoted := self._spec.promoted(spec)) != self._spec:
                 self._convert(promoted)
             self._fill_slot(past + key_states.shape[2])
         self._update_length = key_states.shape[2] if past else 1  # a prompt, or the first chunk of one, tells nothing

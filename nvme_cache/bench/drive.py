@@ -11,7 +11,7 @@ from .rawfile import RawFile, touched_buffer, write_plainly
 from .shardpath import FetchPath, ShardFiles
 from .site import Site
 
-_LEAST_LAYERS = 8
+_LEAST_LAYERS = 16
 _MOST_FILES = 256
 
 
@@ -76,15 +76,17 @@ def _fetches(site: Site, raw: RawFile, engines: Sequence[Fio], size: int) -> Fig
         contenders: dict[str, Callable[[], Sample]] = {
             "fetch": verified,
             "fetch_unverified": unverified,
-            # One call per thread per layer, as the fetch path makes.
-            **_reference_readers(site, raw, engines, size // site.threads),
+            # One call per thread per layer into as much memory, as the fetch path makes.
+            **_reference_readers(site, raw, engines, size // site.threads, verified.slot_bytes),
         }
         samples = interleave(contenders, site.plan.drive)
     return {"layer_bytes": size, "layers": num_layers, **_compared(samples, "fetch")}
 
 
-def _reference_readers(site: Site, raw: RawFile, engines: Sequence[Fio], size: int) -> dict[str, Callable[[], Sample]]:
-    readers: dict[str, Callable[[], Sample]] = {"plain": raw.reader(size, site.plan.sample_bytes)}
+def _reference_readers(
+    site: Site, raw: RawFile, engines: Sequence[Fio], size: int, memory_bytes: int = 0
+) -> dict[str, Callable[[], Sample]]:
+    readers: dict[str, Callable[[], Sample]] = {"plain": raw.reader(size, site.plan.sample_bytes, memory_bytes)}
     for fio in engines if site.direct else ():
         readers[f"fio_{fio.engine}"] = partial(
             fio.read, raw.path, size, runtime_s=site.plan.fio_s, threads=site.threads

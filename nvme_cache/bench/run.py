@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
+from nvme_cache.drive import Drive, drive_of
 from nvme_cache.errors import StorageFullError
 
 from .charts import draw
@@ -28,7 +29,6 @@ from .site import Site
 from .steps import SHARES, measure_steps
 
 FORMAT_VERSION = 1
-_THREADS = 2  # as many as the cache reads with by default
 _LEAST_SPARE_BYTES = 1 << 30
 
 
@@ -62,7 +62,9 @@ def run_bench(folder: Path, out: Path, *, quick: bool, console: Console) -> Path
         path.write_text(json.dumps(results, indent=1))  # what has been measured survives what comes after
 
     with tempfile.TemporaryDirectory(prefix="nvme-cache-bench-", dir=folder) as own_folder:
-        site = Site(Path(own_folder), results["machine"]["direct_io"], _THREADS, plan, say)
+        direct = results["machine"]["direct_io"]
+        drive = drive_of(Path(own_folder)) if direct else Drive()
+        site = Site(Path(own_folder), direct, drive.io_threads, plan, say)
         with RawFile(site, plan.sample_bytes) as raw:
             engines, reasons = working_engines(raw.path)
             results["notes"] += reasons

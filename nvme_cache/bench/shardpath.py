@@ -25,7 +25,6 @@ _CPU = torch.device("cpu")
 _STATES = StateSpec(num_heads=4, head_dim=128, dtype=torch.bfloat16)
 _SPEC = LayerSpec(_STATES, _STATES)
 _BLOCK_SIZE = 256
-_PREFETCH_DEPTH = 2
 _MOST_SHARDS = 256  # open at once
 
 
@@ -117,10 +116,11 @@ class FetchPath:
             budgets=Budgets(0, 0),
             num_layers=num_layers,
             block_size=_BLOCK_SIZE,
-            prefetch_depth=_PREFETCH_DEPTH,
+            prefetch_depth=None,
             io_threads=site.threads,
             verify=verify,
         )
+        self._layer_bytes = layer_bytes
         self._tokens = layer_bytes // _SPEC.nbytes(1)
         states = torch.randn(1, _STATES.num_heads, self._tokens, _STATES.head_dim).to(_STATES.dtype)
         self._layers = [
@@ -131,6 +131,11 @@ class FetchPath:
         self._pager.check()
         self._sweep()  # makes the slots and faults them in
 
+    @property
+    def slot_bytes(self) -> int:
+        """Memory that layers are read into, in turn."""
+        return (self._pager.prefetch_depth(self._layer_bytes) + 1) * self._layer_bytes
+
     def __call__(self) -> Sample:
         """Fetches every layer once."""
         self._site.make_cold(self._store.path)
@@ -140,7 +145,7 @@ class FetchPath:
         before = self._pager.counters.read_bytes
         leases: list[Lease] = []
         waiting = iter(self._layers)
-        for runs in itertools.islice(waiting, _PREFETCH_DEPTH):
+        for runs in itertools.islice(waiting, self._pager.prefetch_depth(self._layer_bytes)):
             leases.append(self._fetch(runs, keep=None))
         for number in range(len(self._layers)):
             self._pager.wait(leases[number], _CPU)
