@@ -5,9 +5,10 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NoReturn, Self, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, cast
 
 import torch
 from torch._compile import _disable_dynamo
@@ -21,6 +22,9 @@ from .layers import NVMeLayer
 from .pager import Pager
 from .placement import ASSUMED_LAYERS, Budgets, Tier
 from .store import Store
+
+if TYPE_CHECKING:
+    from .report import TaxReport
 
 
 class OffloadedNVMeCache(DynamicCache):
@@ -129,7 +133,9 @@ class OffloadedNVMeCache(DynamicCache):
                 self.layers.append(NVMeLayer(self._pager, len(self.layers)))
             layer = self.layers[layer_idx]
             if self._forward.begins_at(layer_idx):
-                self._prompt.go_on(Progress.above(sys._getframe(1), self), self._length())
+                past, count = self._length(), key_states.shape[2]
+                self._pager.meter.begin_step(past, count, is_prefill=past == 0 or count > self._pager.block_size)
+                self._prompt.go_on(Progress.above(sys._getframe(1), self), past)
             self._forward.enter(layer_idx, _undo(layer), self)
             if isinstance(layer, NVMeLayer):
                 states = self._update_paged(layer, key_states, value_states)
@@ -146,9 +152,10 @@ class OffloadedNVMeCache(DynamicCache):
         if self._grows and layer.get_seq_length():
             self._pager.num_layers = len(self.layers)  # the first forward has shown them all
         try:
-            layer.prepare(key_states, value_states)
-            self._prefetch_behind(layer)
-            return layer.extend(key_states, value_states)
+            with self._pager.meter.update(partial(self._pager.timestamp, key_states.device)):
+                layer.prepare(key_states, value_states)
+                self._prefetch_behind(layer)
+                return layer.extend(key_states, value_states)
         except BaseException as error:
             self._forward.roll_back()  # so that the same call may be made again
             if isinstance(error, NVMeCacheError):
@@ -211,6 +218,13 @@ class OffloadedNVMeCache(DynamicCache):
         return usage
 
     @property
+    def tax(self) -> "TaxReport":
+        """What paging has cost so far: a report to `print`, with `to_dict()`, `to_json(path)` and `plot(path)`."""
+        from .report import TaxReport  # brings the library that draws tables
+
+        return TaxReport(self._pager.meter)
+
+    @property
     def offload_path(self) -> Path:
         """This cache's own folder of shards."""
         return self._pager.folder
@@ -237,6 +251,7 @@ class OffloadedNVMeCache(DynamicCache):
     def _is_user_defined(self, value: bool) -> None:
         # `generate` sets this on every cache it is given, before anything else: the one sign that a new call begins.
         self._was_passed = value
+        self._pager.meter.pause()
         self._forward.check_thread(self)
         self._mend()
         if (call := GenerateCall.above(sys._getframe(1))) is not None:

@@ -1,5 +1,7 @@
 """Laying runs out in a slot: what there is to read and to copy, and the tasks that do it on reader threads."""
 
+import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -8,6 +10,7 @@ import torch
 from .blocks import BlockRun, ResidentBlocks, unpack
 from .buffers import StagingPool, shaped
 from .errors import NVMeCacheError
+from .meter import Cause, Meter, Phase
 from .shards import Section, Shard
 from .slots import Slot
 from .transfer import Event, Transfer
@@ -118,50 +121,90 @@ def split(reads: Sequence[Read], count: int) -> list[list[Read]]:
     return groups
 
 
-def read_all(reads: list[Read], transfer: Transfer, staging: StagingPool, after: Event, verify: bool) -> Event:
-    """Reads sections into their slot, the copies not before `after`, and empties `reads`.
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """What a task that fills a slot ends with.
 
-    Returns:
-        The event behind the last copy.
-
-    Raises:
-        NVMeCacheError: a shard is damaged or unreadable.
-        NotWrittenError: a shard could not be written in the first place.
+    Attributes:
+        event: Behind its last copy.
+        ended_s: When it ended, by `time.perf_counter`.
+        phases: What its thread did last, and goes on doing.
     """
-    while reads:  # a task that is done must hold no shard: its file may have to go now
-        read = reads.pop(0)
+
+    event: Event
+    ended_s: float
+    phases: deque[Phase]
+
+
+@dataclass(frozen=True, slots=True)
+class Filler:
+    """Fills slots of one device, on reader threads.
+
+    Attributes:
+        transfer: The device's transfer.
+        staging: Buffers between drive and slot, where the drive cannot fill it directly.
+        meter: Told what takes how long.
+        verify: Whether what is read is checked.
+    """
+
+    transfer: Transfer
+    staging: StagingPool
+    meter: Meter
+    verify: bool
+
+    def read(self, reads: list[Read], after: Event) -> Filled:
+        """Reads sections into their slot, the copies not before `after`, and empties `reads`.
+
+        Raises:
+            NVMeCacheError: a shard is damaged or unreadable.
+            NotWrittenError: a shard could not be written in the first place.
+        """
+        while reads:  # a task that is done must hold no shard: its file may have to go now
+            read = reads.pop(0)
+            if reads:
+                reads[0].shard.expect(reads[0].sections)
+            if read.rows is not None:
+                self._read(read, read.rows)
+            else:
+                self._read_staged(read, after)
+        return self._filled()
+
+    def copy(self, residents: Sequence[Resident], after: Event) -> Filled:
+        """Copies blocks into their slot on the side stream, not before `after`."""
+        self._copy(residents, after)
+        return self._filled()
+
+    def _read(self, read: Read, views: Sequence[Sequence[memoryview]]) -> None:
+        with self.meter.phase(Cause.DRIVE):
+            try:
+                read.shard.written.result()
+            except NVMeCacheError as error:
+                raise NotWrittenError from error
+            read.shard.read(read.sections, views)
+        if self.verify:
+            with self.meter.phase(Cause.CHECK):
+                read.shard.verify(read.sections, views)
+
+    def _read_staged(self, read: Read, after: Event) -> None:
+        with self.meter.phase(Cause.STAGING):
+            buffer = self.staging.acquire(sum(section.padded_nbytes for section in read.sections))
         try:
-            read.shard.written.result()
-        except NVMeCacheError as error:
-            raise NotWrittenError from error
-        if reads:
-            reads[0].shard.expect(reads[0].sections)
-        if read.rows is not None:
-            read.shard.read(read.sections, read.rows, verify=verify)
-        else:
-            _read_staged(read, transfer, staging, after, verify)
-    return transfer.record()
+            views, residents, at = [], [], 0
+            for section, target in zip(read.sections, read.targets, strict=True):
+                end = at + section.padded_nbytes
+                views.append([buffer.view[at:end]])
+                residents.append(Resident(shaped(buffer.bytes[at:end], section.shape, section.dtype), target))
+                at = end
+            self._read(read, views)
+            self._copy(residents, after)
+        finally:
+            self.staging.release(buffer, self.transfer.record())  # handed out again only once the copy has read it
 
+    @torch.no_grad()
+    def _copy(self, residents: Sequence[Resident], after: Event) -> None:
+        with self.meter.phase(Cause.COPY), self.transfer.side_stream(after):
+            for resident in residents:
+                resident.target.copy(resident.blocks, self.transfer)
 
-def _read_staged(read: Read, transfer: Transfer, staging: StagingPool, after: Event, verify: bool) -> None:
-    buffer = staging.acquire(sum(section.padded_nbytes for section in read.sections))
-    try:
-        views, residents, at = [], [], 0
-        for section, target in zip(read.sections, read.targets, strict=True):
-            end = at + section.padded_nbytes
-            views.append([buffer.view[at:end]])
-            residents.append(Resident(shaped(buffer.bytes[at:end], section.shape, section.dtype), target))
-            at = end
-        read.shard.read(read.sections, views, verify=verify)
-        copy_all(residents, transfer, after)
-    finally:
-        staging.release(buffer, transfer.record())  # handed out again only once the copy has read it
-
-
-@torch.no_grad()
-def copy_all(residents: Sequence[Resident], transfer: Transfer, after: Event) -> Event:
-    """Copies blocks into their slot on the side stream, not before `after`; returns the event behind the copies."""
-    with transfer.side_stream(after):
-        for resident in residents:
-            resident.target.copy(resident.blocks, transfer)
-    return transfer.record()
+    def _filled(self) -> Filled:
+        return Filled(self.transfer.record(), time.perf_counter(), self.meter.phases())

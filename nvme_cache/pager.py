@@ -21,13 +21,13 @@ from . import fetch
 from .blocks import BlockRun, LayerSpec, ResidentBlocks, States, cut, pack
 from .buffers import StagingPool, shaped
 from .errors import CacheClosedError, CacheMisuseError
+from .meter import Cause, Meter, split
 from .placement import Budgets, Tier, place
 from .shards import MAX_SECTION_BYTES, Section, Shard
 from .slots import Lease, SlotPool
 from .spill import Write, Writer
 from .store import Store
-from .tax import Counters
-from .transfer import Event, Transfer, transfer_for
+from .transfer import Event, Timestamp, Transfer, transfer_for
 
 _THREAD_PREFIX = "nvme-cache"
 
@@ -68,7 +68,7 @@ class Pager:
     ) -> None:
         self.block_size = block_size
         self.num_layers = num_layers
-        self.counters = Counters()
+        self.meter = Meter()
         self._users: weakref.WeakSet[BlockOwner] = weakref.WeakSet()
         self._store = store
         self._budgets = budgets
@@ -79,7 +79,7 @@ class Pager:
         self._lanes: dict[torch.device, _Lane] = {}
         self._readers = ThreadPoolExecutor(self._io_threads, f"{_THREAD_PREFIX}-read")
         write_thread = ThreadPoolExecutor(1, f"{_THREAD_PREFIX}-write")
-        self._writer = Writer(write_thread, self.counters)
+        self._writer = Writer(write_thread, self.meter)
         self._finalizer = weakref.finalize(self, _shut_down, self._readers, write_thread, self._lanes, store, self._pid)
 
     @property
@@ -185,7 +185,7 @@ class Pager:
                 length = size * self.block_size
                 runs.append(BlockRun(tier, blocks, spec, batch_size, sealed_length=length, length=length))
                 start, count = start + size, count - size
-        self.counters.sealed_bytes += sum(run.nbytes for run in runs)
+        self.meter.sealed_bytes += sum(run.nbytes for run in runs)
         return runs
 
     def prefetch_depth(self, layer_bytes: int) -> int:
@@ -193,6 +193,10 @@ class Pager:
         if self._prefetch_depth is None:
             return self._store.drive.prefetch_depth(layer_bytes)
         return self._prefetch_depth
+
+    def timestamp(self, device: torch.device) -> Timestamp:
+        """How far the model's computation on `device` has got."""
+        return self._lane(device).transfer.timestamp()
 
     def fetch(
         self,
@@ -226,18 +230,18 @@ class Pager:
             return None
         slot.lay_out(spec, batch_size, capacity)
         reads, residents = fetch.plan(slot, runs)
+        read_bytes = sum(read.nbytes for read in reads)  # tasks empty what they are given
         after = lane.transfer.mark()
         try:
             if residents:
-                slot.tasks.append(self._readers.submit(fetch.copy_all, residents, lane.transfer, after))
+                slot.tasks.append(self._readers.submit(lane.filler.copy, residents, after))
             for group in fetch.split(reads, self._io_threads):
-                slot.tasks.append(
-                    self._readers.submit(fetch.read_all, group, lane.transfer, lane.staging, after, self._verify)
-                )
+                slot.tasks.append(self._readers.submit(lane.filler.read, group, after))
         except BaseException:
             slot.abandon()
             raise
-        self.counters.read_bytes += sum(read.nbytes for read in reads)
+        self.meter.read_bytes += read_bytes
+        self.meter.copied_bytes += sum(resident.blocks.nbytes for resident in residents)
         return Lease(slot, slot.tenancy)
 
     def wait(self, lease: Lease, device: torch.device) -> bool:
@@ -250,9 +254,9 @@ class Pager:
             NVMeCacheError: what went wrong while filling it; the lease is over.
         """
         slot = lease.slot
-        began = time.perf_counter()
+        began_s = time.perf_counter()
         errors = [error for task in slot.tasks if (error := task.exception()) is not None]
-        self.counters.stall_s += time.perf_counter() - began
+        ended_s = time.perf_counter()
         if errors:
             slot.abandon()
             self.check()  # raises why a write failed, unless it has been said before
@@ -260,9 +264,13 @@ class Pager:
                 return False
             raise errors[0]
         lane = self._lane(device)
-        for task in slot.tasks:
-            lane.transfer.wait(task.result())
+        filled: list[fetch.Filled] = [task.result() for task in slot.tasks]
+        for part in filled:
+            lane.transfer.wait(part.event)
         slot.tasks = []
+        if filled:
+            last = max(filled, key=lambda part: part.ended_s)
+            self.meter.waited(split(began_s, ended_s, tuple(last.phases)))
         lane.slots.trim(slot)
         return True
 
@@ -270,7 +278,8 @@ class Pager:
         if device not in self._lanes:
             transfer = transfer_for(device)
             staging = StagingPool(self._io_threads + 2, MAX_SECTION_BYTES, transfer)
-            self._lanes[device] = _Lane(transfer, SlotPool(transfer), staging, packed=transfer.record())
+            filler = fetch.Filler(transfer, staging, self.meter, self._verify)
+            self._lanes[device] = _Lane(transfer, SlotPool(transfer), staging, filler, packed=transfer.record())
         return self._lanes[device]
 
     def _spill(
@@ -280,9 +289,9 @@ class Pager:
         values = Section.of("values", shapes[1], spec.values.dtype)
         shard = self._store.new_shard(layer_idx, first_token, (keys, values))
         staging = self._lane(states[0][0].device).staging
-        began = time.perf_counter()
+        began_s = time.perf_counter()
         buffers = [staging.acquire(section.padded_nbytes) for section in shard.sections]
-        self.counters.stall_s += time.perf_counter() - began
+        self.meter.waited({Cause.STAGING: time.perf_counter() - began_s})
         targets = [
             shaped(buffer.bytes, section.shape, section.dtype)
             for buffer, section in zip(buffers, shard.sections, strict=True)
@@ -328,6 +337,7 @@ class _Lane:
     transfer: Transfer
     slots: SlotPool
     staging: StagingPool
+    filler: fetch.Filler
     packed: Event
 
 

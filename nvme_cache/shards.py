@@ -150,16 +150,15 @@ class Shard:
         else:
             os.close(descriptor)
 
-    def read(self, sections: Sequence[Section], views: Sequence[Sequence[memoryview]], *, verify: bool) -> None:
+    def read(self, sections: Sequence[Section], views: Sequence[Sequence[memoryview]]) -> None:
         """Reads whole sections that follow each other in one go.
 
         Args:
             sections: What to read.
             views: Where each goes: memory that follows the file's byte order and extends to the end of its padding.
-            verify: Whether to check every piece against its checksum.
 
         Raises:
-            ShardCorruptedError: the file is missing, short, or a piece does not match its checksum.
+            ShardCorruptedError: the file is missing or short.
             ShardIOError: the drive refused.
         """
         together = [view for section_views in views for view in section_views]
@@ -173,9 +172,15 @@ class Shard:
             raise self._corrupted(sections, str(error)) from error
         except OSError as error:
             raise ShardIOError(error.errno, f"cannot read {self._describe(sections)}: {error.strerror}") from error
-        if verify:
-            for section, section_views in zip(sections, views, strict=True):
-                self._check(section, _checksums(section, section_views))
+
+    def verify(self, sections: Sequence[Section], views: Sequence[Sequence[memoryview]]) -> None:
+        """Checks every piece of what was read.
+
+        Raises:
+            ShardCorruptedError: a piece does not match its checksum.
+        """
+        for section, section_views in zip(sections, views, strict=True):
+            self._check(section, _checksums(section, section_views))
 
     def expect(self, sections: Sequence[Section]) -> None:
         """Has the kernel read ahead, where reads go through its cache; `read` reports what is wrong with the file."""

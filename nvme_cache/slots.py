@@ -8,13 +8,14 @@ being filled for the layers ahead.
 import sys
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from .blocks import LayerSpec, States, StateSpec
 from .buffers import HostBuffer
 from .io import ALIGNMENT, round_up
-from .transfer import Event, Transfer
+from .transfer import Transfer
 
 _WINDOW = 512  # updates: slots that were not needed for one or two of these are given up
 
@@ -27,7 +28,7 @@ class Slot:
         values: The same for values.
         filled: Tokens, from the first, that are or will be in place once `tasks` are done.
         exposed: Tokens that views handed out may show.
-        tasks: What is still filling the slot; each resolves to the event behind its copies.
+        tasks: What is still filling the slot.
         tenancy: Changes whenever the slot passes to another layer.
         is_abandoned: Whether the layer it is being filled for no longer wants it.
         stream: The stream its memory was made on, and goes back to: the only one to use it on.
@@ -44,7 +45,7 @@ class Slot:
         self.tenancy = self.filled = self.exposed = self.capacity = 0
         self.is_abandoned = False
         self.stream = transfer.stream()
-        self.tasks: list[Future[Event]] = []
+        self.tasks: list[Future[Any]] = []
 
     def lay_out(self, spec: LayerSpec, batch_size: int, capacity: int) -> None:
         """Passes the slot to a layer with room for `capacity` tokens; contents are undefined.

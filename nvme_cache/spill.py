@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from .blocks import States
 from .buffers import HostBuffer, StagingPool
 from .errors import NVMeCacheError, ShardIOError, StorageFullError
+from .meter import Meter
 from .shards import Shard
-from .tax import Counters
 from .transfer import Event
 
 
@@ -37,17 +37,17 @@ class Writer:
 
     Args:
         executor: Where writing happens: one thread.
-        counters: Counts the bytes written.
+        meter: Counts the bytes written.
     """
 
-    def __init__(self, executor: ThreadPoolExecutor, counters: Counters) -> None:
+    def __init__(self, executor: ThreadPoolExecutor, meter: Meter) -> None:
         self._executor = executor
-        self._counters = counters
+        self._meter = meter
         self._failed: deque[tuple[Write, NVMeCacheError]] = deque()
 
     def submit(self, write: Write) -> None:
         """Queues a write; the shard's `written` resolves with it."""
-        write.shard.written = self._executor.submit(_run, write, self._failed, self._counters)
+        write.shard.written = self._executor.submit(_run, write, self._failed, self._meter)
 
     def hold(self, event: Event, *held: object) -> None:
         """Keeps objects alive until `event`: their memory must not be reused while the side stream works on it."""
@@ -80,7 +80,7 @@ class Writer:
         raise failed[0][1]
 
 
-def _run(write: Write, failed: deque[tuple[Write, NVMeCacheError]], counters: Counters) -> None:
+def _run(write: Write, failed: deque[tuple[Write, NVMeCacheError]], meter: Meter) -> None:
     write.event.synchronize()
     write.states.clear()
     try:
@@ -91,7 +91,7 @@ def _run(write: Write, failed: deque[tuple[Write, NVMeCacheError]], counters: Co
         failed.append((write, explained))
         write.staging.fail(explained)
         raise explained from error
-    counters.written_bytes += sum(section.nbytes for section in write.shard.sections)
+    meter.written_bytes += sum(section.nbytes for section in write.shard.sections)
     for buffer in write.buffers:
         write.staging.release(buffer, write.event)
 

@@ -10,10 +10,11 @@ On CPU there is one order, the program's: the same calls copy at once and events
 """
 
 import mmap
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -27,6 +28,16 @@ class Event(Protocol):
 
     def synchronize(self) -> None:
         """Makes the host wait until the work before it is done."""
+
+
+class Timestamp(Protocol):
+    """When a device's computation got to a point."""
+
+    def is_reached(self) -> bool:
+        """Whether it has got there."""
+
+    def seconds_since(self, earlier: Any) -> float:
+        """Seconds from `earlier`, a timestamp of the same device, to this one; waits until both are reached."""
 
 
 class Transfer(Protocol):
@@ -49,6 +60,9 @@ class Transfer(Protocol):
 
     def mark(self) -> Event:
         """The point the model's computation on this device has been enqueued up to."""
+
+    def timestamp(self) -> Timestamp:
+        """When the model's computation on this device gets to the point it has been enqueued up to."""
 
     def wait(self, event: Event) -> None:
         """Makes the model's computation from here on wait for `event`; the host does not wait."""
@@ -99,6 +113,9 @@ class HostTransfer:
     def mark(self) -> "_Passed":
         return _PASSED
 
+    def timestamp(self) -> "_Now":
+        return _Now()
+
     def wait(self, event: Event) -> None:
         pass
 
@@ -124,6 +141,17 @@ class _Passed:
 _PASSED = _Passed()
 
 
+class _Now:
+    def __init__(self) -> None:
+        self._time_s = time.perf_counter()
+
+    def is_reached(self) -> bool:
+        return True
+
+    def seconds_since(self, earlier: "_Now") -> float:
+        return self._time_s - earlier._time_s
+
+
 class StreamTransfer:
     """Copies on a side stream of an accelerator, through `torch.accelerator`, `torch.Stream`, `torch.Event`."""
 
@@ -147,6 +175,11 @@ class StreamTransfer:
 
     def mark(self) -> torch.Event:
         return self._record_on(self.stream())
+
+    def timestamp(self) -> "_Reached":
+        event = torch.Event(self._device, enable_timing=True)
+        event.record(self.stream())
+        return _Reached(event)
 
     def wait(self, event: Event) -> None:
         self.stream().wait_event(cast(torch.Event, event))
@@ -180,6 +213,18 @@ class StreamTransfer:
         event = torch.Event(self._device, blocking=True)
         event.record(stream)
         return event
+
+
+class _Reached:
+    def __init__(self, event: torch.Event) -> None:
+        self._event = event
+
+    def is_reached(self) -> bool:
+        return self._event.query()
+
+    def seconds_since(self, earlier: "_Reached") -> float:
+        self._event.synchronize()
+        return earlier._event.elapsed_time(self._event) / 1e3
 
 
 @cache  # one side stream a device: memory that an allocator keeps for a stream is of no use to another

@@ -31,7 +31,7 @@ def made(monkeypatch):
 
 
 def sealed(cache):
-    return cache._pager.counters.sealed_bytes
+    return cache._pager.meter.sealed_bytes
 
 
 def generate(model, ids, **options):

@@ -254,7 +254,7 @@ def test_a_copy_outlives_the_original_and_the_other_way_round(make_cache):
             model(prompt(70), **{cache_argument(model): cache})
         copied = copy.deepcopy(cache)
         assert copied.offload_path == cache.offload_path  # the blocks are shared, not copied
-        assert copied._pager.counters.written_bytes == 0
+        assert copied._pager.meter.written_bytes == 0
         kept, closed = (copied, cache) if close_original else (cache, copied)
         closed.close()
         whole = torch.cat([prompt(70), prompt(5)], dim=1)

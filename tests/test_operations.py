@@ -153,7 +153,7 @@ def test_asking_reads_nothing(make_cache):
     assert not make_cache().is_croppable
     for layer_idx in range(4):
         cache.update(*torch.randn(2, 1, 2, 40, 16), layer_idx)
-    before = cache._pager.counters.read_bytes
+    before = cache._pager.meter.read_bytes
     assert len(cache) == 4
     assert "4 layers, 40 tokens" in repr(cache)
     assert cache.get_seq_length() == 40
@@ -162,4 +162,4 @@ def test_asking_reads_nothing(make_cache):
     # Whatever walks through a model's inputs, to move or to export them, must see one opaque object.
     assert not hasattr(cache, "to")
     assert not isinstance(cache, torch.nn.Module | tuple | list | Mapping)
-    assert cache._pager.counters.read_bytes == before
+    assert cache._pager.meter.read_bytes == before

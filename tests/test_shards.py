@@ -87,7 +87,7 @@ def test_everything_sealed_is_written_once_and_lies_on_the_drive(make_cache):
     for path in shards_of(cache):
         with safe_open(path, framework="pt") as shard:
             on_drive += sum(shard.get_tensor(name).nbytes for name in ("keys", "values"))
-    counters = cache._pager.counters
+    counters = cache._pager.meter
     assert on_drive == sealed == counters.sealed_bytes == counters.written_bytes == cache.memory_usage()["nvme"]
     assert all(usage["host"] == 0 for usage, _ in seen)
     assert all(usage["device"] <= LAYERS * 2 * block for usage, _ in seen)  # tails alone

@@ -72,7 +72,7 @@ def test_an_interrupt_while_writes_are_tried_again_neither_loses_nor_repeats_any
         cache._pager.check()
     cache.update(*states[2], 2)  # through the same buffers
     cache._pager.flush()
-    assert cache._pager.counters.written_bytes == cache._pager.counters.sealed_bytes
+    assert cache._pager.meter.written_bytes == cache._pager.meter.sealed_bytes
     for layer_idx in range(3):
         assert torch.equal(cache.layers[layer_idx].keys, states[layer_idx][0])
         assert torch.equal(cache.layers[layer_idx].values, states[layer_idx][1])

@@ -142,7 +142,7 @@ class CacheMachine(RuleBasedStateMachine):
             for layer_idx, layer in enumerate(self.stock.layers):
                 if self.stock.get_seq_length():
                     assert torch.equal(self.ours.layers[layer_idx].keys, layer.keys)
-            counters = self.ours._pager.counters
+            counters = self.ours._pager.meter
             assert counters.written_bytes <= counters.sealed_bytes
             for cache in (self.ours, *(other[0] for other in self.others)):
                 cache.close()

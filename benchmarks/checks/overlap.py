@@ -241,8 +241,11 @@ def _counted(cache: DynamicCache) -> dict[str, float]:
     """What a paged cache counts, named as what becomes of it a step."""
     if not isinstance(cache, OffloadedNVMeCache):
         return {}
-    counters = cache._pager.counters
-    return {"stall_s_per_step": counters.stall_s, "read_bytes_per_step": counters.read_bytes}
+    decode = cache.tax.decode
+    return {
+        "tax_s_per_step": decode.total_tax_s if decode else 0.0,
+        "read_bytes_per_step": cache._pager.meter.read_bytes,
+    }
 
 
 def _check_room(bench: Bench, setting: Setting) -> None:

@@ -119,7 +119,9 @@ def _write(shards: Sequence[Shard], buffers: Sequence[HostBuffer]) -> None:
 def _read(shards: Sequence[Shard], buffers: Sequence[HostBuffer]) -> None:
     for shard in shards:
         for section, buffer in zip(shard.sections, buffers, strict=True):
-            shard.read([section], [[buffer.view[: section.padded_nbytes]]], verify=True)
+            views = [[buffer.view[: section.padded_nbytes]]]
+            shard.read([section], views)
+            shard.verify([section], views)
 
 
 def _fetch_rate(run: Run, io_threads: int) -> dict[str, float]:
@@ -139,9 +141,9 @@ def _fetch_rate(run: Run, io_threads: int) -> dict[str, float]:
             cache.update(*states, layer_idx)
         cache._pager.flush()
         sweep(1)
-        before = cache._pager.counters.read_bytes
+        before = cache._pager.meter.read_bytes
         elapsed_s = _timed(lambda: sweep(sweeps))
-        return {"fetch_bytes_per_s": (cache._pager.counters.read_bytes - before) / elapsed_s}
+        return {"fetch_bytes_per_s": (cache._pager.meter.read_bytes - before) / elapsed_s}
 
 
 def _timed(work: Callable[[], object]) -> float:

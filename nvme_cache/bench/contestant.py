@@ -140,8 +140,8 @@ class Contestant:
         """Bytes of keys and values this cache has written and has sealed so far: 0 if it is not ours."""
         if not isinstance(self._cache, OffloadedNVMeCache):
             return 0, 0
-        counters = self._cache._pager.counters
-        return counters.written_bytes, counters.sealed_bytes
+        meter = self._cache._pager.meter
+        return meter.written_bytes, meter.sealed_bytes
 
     def end(self) -> None:
         """Gives up the cache and its files."""
@@ -179,7 +179,7 @@ class Contestant:
             self._cache._pager.check()
 
     def _read_bytes(self) -> int:
-        return self._cache._pager.counters.read_bytes if isinstance(self._cache, OffloadedNVMeCache) else 0
+        return self._cache._pager.meter.read_bytes if isinstance(self._cache, OffloadedNVMeCache) else 0
 
     def _file_bytes(self) -> int:
         return sum(path.stat().st_size for path in self._task.folder.rglob("*") if path.is_file())

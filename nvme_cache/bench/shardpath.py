@@ -65,7 +65,7 @@ class ShardFiles:
         def read_part(thread: int) -> int:
             views = [[buffer.view] for buffer in buffers[thread]]
             for shard in itertools.islice(itertools.cycle(parts[thread]), count):
-                shard.read(shard.sections, views, verify=False)
+                shard.read(shard.sections, views)
             return count * 2 * self._section_bytes
 
         def read() -> Sample:
@@ -142,7 +142,7 @@ class FetchPath:
         return timed(self._sweep)
 
     def _sweep(self) -> int:
-        before = self._pager.counters.read_bytes
+        before = self._pager.meter.read_bytes
         leases: list[Lease] = []
         waiting = iter(self._layers)
         for runs in itertools.islice(waiting, self._pager.prefetch_depth(self._layer_bytes)):
@@ -151,7 +151,7 @@ class FetchPath:
             self._pager.wait(leases[number], _CPU)
             for runs in itertools.islice(waiting, 1):
                 leases.append(self._fetch(runs, keep=leases[number]))
-        return self._pager.counters.read_bytes - before
+        return self._pager.meter.read_bytes - before
 
     def _fetch(self, runs: list[BlockRun], keep: Lease | None) -> Lease:
         capacity = self._tokens + _BLOCK_SIZE

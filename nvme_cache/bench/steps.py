@@ -73,8 +73,8 @@ def _filled_cache(site: Site, config: LlamaConfig, length: int, share: float) ->
 
 def _cold_burst(site: Site, step: Step, cache: OffloadedNVMeCache, length: int, count: int) -> Sample:
     site.make_cold(cache.offload_path)
-    counters = cache._pager.counters
-    return burst(step, cache, length, count, lambda: counters.read_bytes)
+    meter = cache._pager.meter
+    return burst(step, cache, length, count, lambda: meter.read_bytes)
 
 
 def _copier(nbytes: int) -> Callable[[], Sample]:

@@ -1,0 +1,219 @@
+"""Measuring what paging costs while it happens: where each step's time went, and which bytes moved.
+
+Time is counted once: the tax of an update is how long the model's own stream of work spent between entering and
+leaving it. While the model's thread waits for a layer, that time goes to whatever the reader thread that finishes last
+is doing; the rest is our own code, or, where an accelerator stands still for longer than its host needs, copies. Work
+hidden behind the model's computing is in none of these figures.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from .transfer import Timestamp
+
+_MOST_STEPS = 65536  # remembered one by one
+_MOST_PHASES = 64  # a thread: more than it goes through while one layer is waited for
+
+
+class Cause(StrEnum):
+    """What time goes to.
+
+    Reading a shard, or waiting until it is written; checking what was read; copying between tiers; waiting for a free
+    staging buffer; our own code, threads waiting for the interpreter included.
+    """
+
+    DRIVE = "drive"
+    CHECK = "check"
+    COPY = "copy"
+    STAGING = "staging"
+    SOFTWARE = "software"
+
+
+@dataclass(slots=True)
+class Step:
+    """One forward of the model.
+
+    Attributes:
+        is_prefill: Whether it processed a prompt, or a chunk of one.
+        past_length: Tokens cached before it.
+        new_length: Tokens it was given.
+        began_s: When its first layer was updated, by `time.perf_counter`.
+        wall_s: Seconds until the next one began, or, if none followed at once, until its last layer was updated.
+        tax_s: Seconds of it that paging took from the model, by cause.
+        read_bytes: Read from the drive meanwhile.
+        copied_bytes: Copied into slots from other tiers.
+        busy_s: Seconds of it during which background threads worked.
+        reading_s: Seconds of it during which they read.
+        kept_length: How many of its tokens the next one found still cached; None if none followed at once.
+    """
+
+    is_prefill: bool
+    past_length: int
+    new_length: int
+    began_s: float
+    wall_s: float = 0.0
+    tax_s: dict[Cause, float] = field(default_factory=lambda: dict.fromkeys(Cause, 0.0))
+    read_bytes: int = 0
+    copied_bytes: int = 0
+    busy_s: float = 0.0
+    reading_s: float = 0.0
+    kept_length: int | None = None
+
+
+class Phase:
+    """A stretch of a background thread's work: what it did, from when to when, by `time.perf_counter`."""
+
+    __slots__ = ("began_s", "cause", "ended_s")
+
+    def __init__(self, cause: Cause, began_s: float) -> None:
+        self.cause, self.began_s, self.ended_s = cause, began_s, began_s
+
+
+@dataclass(frozen=True, slots=True)
+class _Update:
+    step: Step
+    host_s: Mapping[Cause, float]
+    began: Timestamp
+    ended: Timestamp
+
+
+class Meter:
+    """Counts for one cache.
+
+    Attributes:
+        sealed_bytes: Bytes of blocks sealed, whatever their tier.
+        written_bytes: Bytes of blocks written to NVMe, headers and padding aside.
+        read_bytes: Bytes of blocks read from NVMe.
+        copied_bytes: Bytes of resident blocks copied into slots.
+        steps: The newest steps, oldest first; the last may be under way.
+    """
+
+    def __init__(self) -> None:
+        self.sealed_bytes = self.written_bytes = self.read_bytes = self.copied_bytes = 0
+        self.steps: deque[Step] = deque(maxlen=_MOST_STEPS)
+        self._step: Step | None = None
+        self._before = 0.0, 0.0
+        self._waits_s = dict.fromkeys(Cause, 0.0)
+        self._updates: deque[_Update] = deque()
+        self._own = threading.local()
+        self._mutex = threading.Lock()
+        self._busy: dict[Cause | None, _Busy] = {cause: _Busy() for cause in (None, *Cause)}
+
+    def begin_step(self, past_length: int, new_length: int, *, is_prefill: bool) -> None:
+        """A forward begins: it ends the one before."""
+        now = time.perf_counter()
+        if self._step is not None:
+            self._goes_on(self._step, now)
+            self._step.kept_length = max(0, past_length - self._step.past_length)
+        self._step = Step(is_prefill, past_length, new_length, now)
+        self._before = self.busy_s(), self.busy_s(Cause.DRIVE)
+        self.steps.append(self._step)
+
+    def pause(self) -> None:
+        """What comes before the next forward is not part of this one."""
+        self._step = None
+
+    @contextmanager
+    def update(self, timestamp: Callable[[], Timestamp]) -> Iterator[None]:
+        """An update of a paged layer goes on inside; `timestamp` tells how far the layer's device has got."""
+        began, began_s, read_bytes, copied_bytes = timestamp(), time.perf_counter(), self.read_bytes, self.copied_bytes
+        self._waits_s = dict.fromkeys(Cause, 0.0)
+        try:
+            yield
+        finally:
+            if (step := self._step) is not None:
+                now, host_s = time.perf_counter(), self._waits_s
+                host_s[Cause.SOFTWARE] += now - began_s - sum(host_s.values())
+                self._updates.append(_Update(step, host_s, began, timestamp()))
+                self.settle(wait=False)
+                self._goes_on(step, now)
+                step.read_bytes += self.read_bytes - read_bytes
+                step.copied_bytes += self.copied_bytes - copied_bytes
+
+    def waited(self, parts_s: Mapping[Cause, float]) -> None:
+        """During the present update the model's thread waited, by cause."""
+        for cause, seconds in parts_s.items():
+            self._waits_s[cause] += seconds
+
+    @contextmanager
+    def phase(self, cause: Cause) -> Iterator[None]:
+        """What a background thread does inside is `cause`; phases do not nest."""
+        phase = Phase(cause, time.perf_counter())
+        self._count(phase, 1, phase.began_s)
+        try:
+            yield
+        finally:
+            phase.ended_s = time.perf_counter()
+            self._count(phase, -1, phase.ended_s)
+            self.phases().append(phase)
+
+    def phases(self) -> deque[Phase]:
+        """What this thread did last, oldest first."""
+        if not hasattr(self._own, "phases"):
+            self._own.phases = deque(maxlen=_MOST_PHASES)
+        phases: deque[Phase] = self._own.phases
+        return phases
+
+    def busy_s(self, cause: Cause | None = None) -> float:
+        """Seconds during which at least one background thread did `cause`; anything at all if it is None."""
+        with self._mutex:
+            return self._busy[cause].until(time.perf_counter())
+
+    def settle(self, *, wait: bool) -> None:
+        """Books the updates that devices have got behind; all of them, waiting for the devices, if `wait` is set."""
+        while self._updates:
+            update = self._updates[0]
+            if not wait and not update.ended.is_reached():
+                return
+            self._updates.popleft()
+            took_s, host_s = update.ended.seconds_since(update.began), sum(update.host_s.values())
+            # An accelerator with work in store loses less time than its host; one that stands still for longer waits
+            # for copies.
+            share = min(1.0, took_s / host_s)
+            for cause, seconds in update.host_s.items():
+                update.step.tax_s[cause] += seconds * share
+            update.step.tax_s[Cause.COPY] += max(0.0, took_s - host_s)
+
+    def _goes_on(self, step: Step, now: float) -> None:
+        step.wall_s = now - step.began_s
+        step.busy_s, step.reading_s = self.busy_s() - self._before[0], self.busy_s(Cause.DRIVE) - self._before[1]
+
+    def _count(self, phase: Phase, change: int, now: float) -> None:
+        with self._mutex:
+            for busy in (self._busy[phase.cause], self._busy[None]):
+                busy.change(change, now)
+
+
+class _Busy:
+    """The length of a union of intervals."""
+
+    def __init__(self) -> None:
+        self._total_s = self._since_s = 0.0
+        self._count = 0
+
+    def until(self, now: float) -> float:
+        return self._total_s + (now - self._since_s if self._count else 0.0)
+
+    def change(self, change: int, now: float) -> None:
+        if self._count == 0:
+            self._since_s = now
+        self._count += change
+        if self._count == 0:
+            self._total_s += now - self._since_s
+
+
+def split(began_s: float, ended_s: float, phases: Sequence[Phase]) -> dict[Cause, float]:
+    """How much of the time from `began_s` to `ended_s` went to which cause, given what a thread did in its course.
+
+    What lies between phases is software.
+    """
+    parts = dict.fromkeys(Cause, 0.0)
+    for phase in phases:
+        parts[phase.cause] += max(0.0, min(ended_s, phase.ended_s) - max(began_s, phase.began_s))
+    parts[Cause.SOFTWARE] += max(0.0, ended_s - began_s - sum(parts.values()))
+    return parts
