@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionCacheLa
 
 from .arguments import check_at_least, parse_count, parse_folder, parse_host_budget, parse_size
 from .errors import CacheMisuseError, NVMeCacheError
-from .guards import Forward, GenerateCall, Progress, Prompt
+from .guards import Forward, GenerateCall, Progress, Prompt, is_prefilling
 from .layers import NVMeLayer
 from .pager import Pager
 from .placement import ASSUMED_LAYERS, Budgets, Tier
@@ -133,9 +133,10 @@ class OffloadedNVMeCache(DynamicCache):
                 self.layers.append(NVMeLayer(self._pager, len(self.layers)))
             layer = self.layers[layer_idx]
             if self._forward.begins_at(layer_idx):
-                past, count = self._length(), key_states.shape[2]
-                self._pager.meter.begin_step(past, count, is_prefill=past == 0 or count > self._pager.block_size)
-                self._prompt.go_on(Progress.above(sys._getframe(1), self), past)
+                past, count, frame = self._length(), key_states.shape[2], sys._getframe(1)
+                is_prefill = past == 0 or count > self._pager.block_size or is_prefilling(frame)
+                self._pager.meter.begin_step(past, count, is_prefill=is_prefill)
+                self._prompt.go_on(Progress.above(frame, self), past)
             self._forward.enter(layer_idx, _undo(layer), self)
             if isinstance(layer, NVMeLayer):
                 states = self._update_paged(layer, key_states, value_states)
@@ -154,8 +155,9 @@ class OffloadedNVMeCache(DynamicCache):
         try:
             with self._pager.meter.update(partial(self._pager.timestamp, key_states.device)):
                 layer.prepare(key_states, value_states)
-                self._prefetch_behind(layer)
-                return layer.extend(key_states, value_states)
+                states = layer.extend(key_states, value_states)
+                self._prefetch_behind(layer)  # last: the interpreter runs one thread at a time, and readers wake up now
+                return states
         except BaseException as error:
             self._forward.roll_back()  # so that the same call may be made again
             if isinstance(error, NVMeCacheError):

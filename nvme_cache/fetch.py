@@ -161,25 +161,26 @@ class Filler:
         """
         while reads:  # a task that is done must hold no shard: its file may have to go now
             read = reads.pop(0)
+            with self.meter.phase(Cause.DRIVE):
+                try:
+                    read.shard.written.result()
+                except NVMeCacheError as error:
+                    raise NotWrittenError from error
             if reads:
                 reads[0].shard.expect(reads[0].sections)
             if read.rows is not None:
                 self._read(read, read.rows)
             else:
                 self._read_staged(read, after)
-        return self._filled()
+        return self._filled(self.transfer.record())
 
     def copy(self, residents: Sequence[Resident], after: Event) -> Filled:
         """Copies blocks into their slot on the side stream, not before `after`."""
         self._copy(residents, after)
-        return self._filled()
+        return self._filled(self.transfer.record())
 
     def _read(self, read: Read, views: Sequence[Sequence[memoryview]]) -> None:
         with self.meter.phase(Cause.DRIVE):
-            try:
-                read.shard.written.result()
-            except NVMeCacheError as error:
-                raise NotWrittenError from error
             read.shard.read(read.sections, views)
         if self.verify:
             with self.meter.phase(Cause.CHECK):
@@ -206,5 +207,5 @@ class Filler:
             for resident in residents:
                 resident.target.copy(resident.blocks, self.transfer)
 
-    def _filled(self) -> Filled:
-        return Filled(self.transfer.record(), time.perf_counter(), self.meter.phases())
+    def _filled(self, event: Event) -> Filled:
+        return Filled(event, time.perf_counter(), self.meter.phases())

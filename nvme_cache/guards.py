@@ -77,6 +77,11 @@ class Progress(NamedTuple):
         return None
 
 
+def is_prefilling(frame: FrameType | None) -> bool:
+    """Whether a `generate` above `frame` is processing its prompt, in one go or in chunks."""
+    return any(outer.f_code.co_name == "_prefill" for outer in _outward(frame))
+
+
 class Prompt:
     """The tokens the cache is known to hold, from the first on: the last prompt and what was generated behind it."""
 

@@ -121,15 +121,15 @@ class Meter:
     @contextmanager
     def update(self, timestamp: Callable[[], Timestamp]) -> Iterator[None]:
         """An update of a paged layer goes on inside; `timestamp` tells how far the layer's device has got."""
-        began, began_s, read_bytes, copied_bytes = timestamp(), time.perf_counter(), self.read_bytes, self.copied_bytes
+        began_s, began, read_bytes, copied_bytes = time.perf_counter(), timestamp(), self.read_bytes, self.copied_bytes
         self._waits_s = dict.fromkeys(Cause, 0.0)
         try:
             yield
         finally:
             if (step := self._step) is not None:
-                now, host_s = time.perf_counter(), self._waits_s
+                ended, now, host_s = timestamp(), time.perf_counter(), self._waits_s
                 host_s[Cause.SOFTWARE] += now - began_s - sum(host_s.values())
-                self._updates.append(_Update(step, host_s, began, timestamp()))
+                self._updates.append(_Update(step, host_s, began, ended))
                 self.settle(wait=False)
                 self._goes_on(step, now)
                 step.read_bytes += self.read_bytes - read_bytes

@@ -268,8 +268,8 @@ class Pager:
         for part in filled:
             lane.transfer.wait(part.event)
         slot.tasks = []
-        if filled:
-            last = max(filled, key=lambda part: part.ended_s)
+        last = max(filled, key=lambda part: part.ended_s, default=None)
+        if last is not None and last.ended_s > began_s:
             self.meter.waited(split(began_s, ended_s, tuple(last.phases)))
         lane.slots.trim(slot)
         return True

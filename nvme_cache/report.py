@@ -182,9 +182,7 @@ class TaxReport:
             labels=list(shown),
             colors=[_COLOURS[name] for name in shown],
         )
-        axes.set(
-            xlabel="tokens in the cache", ylabel="ms a step", title="Where the time went", ylim=(0, None)
-        )
+        axes.set(xlabel="tokens in the cache", ylabel="ms a step", title="Where the time went", ylim=(0, None))
         axes.margins(x=0)
         axes.legend(loc="lower right", reverse=True)
         figure.savefig(path, dpi=120)

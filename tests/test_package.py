@@ -15,15 +15,16 @@ import nvme_cache
 
 PACKAGE = Path(nvme_cache.__file__).parent
 LEVELS = [
-    {"errors", "io", "placement", "tax"},
+    {"errors", "io", "placement"},
     {"arguments", "guards", "transfer"},
-    {"buffers"},
+    {"buffers", "meter"},
     {"drive", "shards"},
     {"blocks", "store"},
     {"slots", "spill", "history"},
     {"fetch"},
     {"pager"},
     {"layers"},
+    {"report"},
     {"cache"},
     {"integration"},
     {"demo", "bench"},

@@ -24,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nvme_cache import pager
-from nvme_cache.transfer import HostTransfer
+from nvme_cache.transfer import HostTransfer, Timestamp
 
 POISON = 0xFF  # NaN in every float format
 
@@ -200,6 +200,9 @@ class Executor(TorchDispatchMode):
     def mark(self) -> Event:
         with self._lock:
             return Event(self, self.computing.clock())
+
+    def timestamp(self) -> Timestamp:
+        return HostTransfer().timestamp()
 
     def wait(self, event: Event) -> None:
         with self._lock:

@@ -47,26 +47,26 @@ MUTANTS = [
     Mutant(
         "attention reads a slot before it is filled",
         "pager",
-        "lane.transfer.wait(task.result())",
-        "task.result()",
+        "lane.transfer.wait(part.event)",
+        "pass",
     ),
     Mutant(
         "attention waits for too early a point (blocks read)",
         "fetch",
-        "return transfer.record()\n\n\ndef _read_staged",
-        "return after\n\n\ndef _read_staged",
+        "self._filled(self.transfer.record())\n\n    def copy(",
+        "self._filled(after)\n\n    def copy(",
     ),
     Mutant(
         "attention waits for too early a point (resident blocks)",
         "fetch",
-        "resident.target.copy(resident.blocks, transfer)\n    return transfer.record()",
-        "resident.target.copy(resident.blocks, transfer)\n    return after",
+        "self._filled(self.transfer.record())\n\n    def _read(",
+        "self._filled(after)\n\n    def _read(",
     ),
     Mutant(
         "a copy into a slot comes before its last reader is done",
         "fetch",
-        "with transfer.side_stream(after):",
-        "with transfer.side_stream(transfer.record()):",
+        "self.transfer.side_stream(after):",
+        "self.transfer.side_stream(self.transfer.record()):",
     ),
     Mutant(
         "a staging buffer is filled again while the device copies from it",
@@ -77,7 +77,7 @@ MUTANTS = [
     Mutant(
         "a staging buffer comes back before its copy has passed",
         "fetch",
-        "staging.release(buffer, transfer.record())",
+        "staging.release(buffer, self.transfer.record())",
         "staging.release(buffer, after)",
     ),
     Mutant("a shard is written before its bytes have arrived", "spill", "    write.event.synchronize()\n", ""),
