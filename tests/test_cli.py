@@ -1,6 +1,7 @@
 """The command and the example run end to end on a tiny model folder, and the demo's exit status tells the truth."""
 
 import dataclasses
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -75,6 +76,22 @@ def test_the_demo_fails_if_a_token_or_a_logit_differs(token, logit, status, docu
 def test_the_demo_reports_a_model_that_does_not_load(document, tmp_path):
     result = CliRunner().invoke(app, ["demo", "--model", str(tmp_path / "none"), "--document", str(document)])
     assert result.exit_code == 2
+
+
+def test_the_example_that_draws_runs(model_folder, document, offload_dir, tmp_path):
+    if not importlib.util.find_spec("matplotlib"):
+        pytest.skip("it draws with matplotlib")
+    run = subprocess.run(
+        [sys.executable, "examples/where_the_time_goes.py", model_folder, document, tmp_path / "chart.png"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={"NVME_CACHE_DIR": str(offload_dir), "HF_HUB_OFFLINE": "1", "PATH": "/usr/bin:/bin"},
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("Generating: 39 tokens in 39 steps") == 3
+    assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
+    assert list(offload_dir.iterdir()) == []
 
 
 def test_the_example_runs(model_folder, document, offload_dir):
