@@ -17,7 +17,7 @@ PACKAGE = Path(nvme_cache.__file__).parent
 LEVELS = [
     {"errors", "io", "placement", "tax"},
     {"arguments", "guards", "transfer"},
-    {"buffers"},
+    {"buffers", "footprint"},
     {"drive", "shards"},
     {"blocks", "store"},
     {"slots", "spill", "history"},
