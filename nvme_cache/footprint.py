@@ -5,6 +5,7 @@ memory, one token is run through it without arithmetic, and what upstream's own 
 widths and dtypes of every layer, whatever the attention.
 """
 
+import copy
 import logging
 import os
 from collections.abc import Iterable, Iterator
@@ -165,6 +166,7 @@ def _run(config: PreTrainedConfig, dtype: torch.dtype) -> tuple["PreTrainedModel
     """The model, made where the context says, and what its cache is after one token."""
     from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 
+    config = copy.deepcopy(config)  # models leave what they are made with in theirs
     text = config.get_text_config(decoder=True)
     # The text decoder where there is a class for it alone.
     ways: list[tuple[Any, PreTrainedConfig]] = [
@@ -204,6 +206,11 @@ def _layer(layer: Any) -> LayerFootprint:
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         fixed = list(_tensors([held.pop("conv_states"), held.pop("recurrent_states")]))
     keys, values = (list(_tensors([held.pop(name, None)])) for name in ("keys", "values"))
+    if type(layer).__module__ != DynamicLayer.__module__ or any(states.shape[-2] != 1 for states in keys + values):
+        raise ConfigurationError(
+            f"cannot tell how a {type(layer).__name__} of this model grows: it keeps something other than one key and "
+            "one value a token. Fill a cache and look at its memory_usage()."
+        )
     window = getattr(layer, "sliding_window", None)
     return LayerFootprint(
         is_paged=type(layer) is DynamicLayer,

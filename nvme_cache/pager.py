@@ -20,13 +20,13 @@ import torch
 from . import fetch
 from .blocks import BlockRun, LayerSpec, ResidentBlocks, States, cut, pack
 from .buffers import StagingPool, shaped
+from .counters import Counters
 from .errors import CacheClosedError, CacheMisuseError
 from .placement import Budgets, Tier, place
 from .shards import MAX_SECTION_BYTES, Section, Shard
 from .slots import Lease, SlotPool
 from .spill import Write, Writer
 from .store import Store
-from .tax import Counters
 from .transfer import Event, Transfer, transfer_for
 
 _THREAD_PREFIX = "nvme-cache"

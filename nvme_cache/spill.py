@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from .blocks import States
 from .buffers import HostBuffer, StagingPool
+from .counters import Counters
 from .errors import NVMeCacheError, ShardIOError, StorageFullError
 from .shards import Shard
-from .tax import Counters
 from .transfer import Event
 
 

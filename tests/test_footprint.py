@@ -8,6 +8,7 @@ import torch
 from transformers import (
     AutoConfig,
     BartConfig,
+    CpmAntConfig,
     DeepseekV3Config,
     Gemma3Config,
     GptOssConfig,
@@ -76,6 +77,12 @@ def test_full_size_llama():
     assert footprint.resident_bytes(1 << 20) == 0
 
 
+def test_the_config_is_left_as_it_was():
+    config = LlamaConfig(num_hidden_layers=1, dtype="float16", attn_implementation="sdpa")
+    footprint_of(config, torch.float32)
+    assert (config.dtype, config._attn_implementation) == (torch.float16, "sdpa")
+
+
 def test_full_size_deepseek_v3_caches_what_is_latent():
     began = time.perf_counter()
     footprint = footprint_of(DeepseekV3Config())
@@ -111,6 +118,8 @@ def test_models_without_a_footprint_are_refused():
         footprint_of(BartConfig())
     with pytest.raises(ConfigurationError, match="nothing to page"):
         footprint_of(OpenAIGPTConfig())
+    with pytest.raises(ConfigurationError, match="DynamicLayer of this model grows"):  # a prefix before each prompt
+        footprint_of(CpmAntConfig())
 
 
 def test_configs_are_read_from_folders(tmp_path):
