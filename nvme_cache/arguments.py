@@ -1,13 +1,17 @@
 """What a cache may be given: each argument checked, and errors that name it, its value and the remedy."""
 
+import inspect
 import os
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import psutil
 from accelerate.utils import convert_file_size_to_int
 
 from .errors import ConfigurationError
+
+if TYPE_CHECKING:  # importing it would start the compiler
+    from transformers import PreTrainedModel
 
 _AUTO_HOST_SHARE = 0.5  # of the memory available at construction: the model's own peaks need the rest
 
@@ -51,3 +55,8 @@ def parse_host_budget(value: object) -> int:
     if value == "auto":
         return int(psutil.virtual_memory().available * _AUTO_HOST_SHARE)
     return parse_size("host_budget", value)
+
+
+def cache_argument(model: "PreTrainedModel") -> str:
+    """What this transformers calls the cache: `cache` since 5.24, `past_key_values` before."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"

@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 
+from .arguments import cache_argument
 from .cache import OffloadedNVMeCache
-from .integration import cache_argument
 
 _CHUNK = 1024
 _SPLIT = "\N{SYMBOL FOR RECORD SEPARATOR}"

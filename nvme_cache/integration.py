@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
+from .arguments import cache_argument
 from .cache import OffloadedNVMeCache
 from .errors import ConfigurationError
 
@@ -112,8 +113,3 @@ def _hides_cache(model: "PreTrainedModel") -> bool:
 def _takes_cache(model: "PreTrainedModel") -> bool:
     supports = getattr(model, "_supports_default_dynamic_cache", None)
     return cache_argument(model) in inspect.signature(model.forward).parameters and (supports is None or supports())
-
-
-def cache_argument(model: "PreTrainedModel") -> str:
-    """What this transformers calls the cache: `cache` since 5.24, `past_key_values` before."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"

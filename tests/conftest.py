@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from nvme_cache import OffloadedNVMeCache
-from nvme_cache.integration import cache_argument
+from nvme_cache.arguments import cache_argument
 
 SIZES = {
     "hidden_size": 64,

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from nvme_cache.integration import cache_argument
+from nvme_cache.arguments import cache_argument
 
 # Most configs take their sizes from some of these names; each config is given those it knows.
 SIZES = {

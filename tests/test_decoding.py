@@ -11,7 +11,7 @@ from transformers import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
 from nvme_cache import OffloadedNVMeCache, io
-from nvme_cache.integration import cache_argument
+from nvme_cache.arguments import cache_argument
 from nvme_cache.transfer import HostTransfer
 
 from .conftest import FAMILIES, assert_parity, prompt, tiny_hybrid, tiny_model, tokens

@@ -8,7 +8,7 @@ from transformers import DynamicCache, pipeline
 
 import nvme_cache
 from nvme_cache import ConfigurationError, OffloadedNVMeCache
-from nvme_cache.integration import cache_argument
+from nvme_cache.arguments import cache_argument
 
 from .conftest import prompt, tiny_model, tiny_t5
 from .test_cli import model_folder  # noqa: F401  (a fixture)

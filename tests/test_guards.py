@@ -11,7 +11,7 @@ import torch
 from transformers import DynamicCache, LlamaForCausalLM
 
 from nvme_cache import CacheMisuseError
-from nvme_cache.integration import cache_argument
+from nvme_cache.arguments import cache_argument
 
 from .conftest import prompt, tiny_model, tiny_t5, tokens
 

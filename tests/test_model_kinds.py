@@ -15,7 +15,7 @@ from transformers import (
 from transformers.models.mllama.configuration_mllama import MllamaTextConfig, MllamaVisionConfig
 
 from nvme_cache import CacheMisuseError
-from nvme_cache.integration import cache_argument
+from nvme_cache.arguments import cache_argument
 
 from .conftest import assert_parity, prompt, tiny_hybrid, tiny_t5, tokens
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from nvme_cache.integration import cache_argument
+from nvme_cache.arguments import cache_argument
 
 from .conftest import prompt, tiny_model, tokens
 

@@ -17,8 +17,8 @@ PACKAGE = Path(nvme_cache.__file__).parent
 LEVELS = [
     {"errors", "io", "placement"},
     {"arguments", "guards", "transfer"},
-    {"buffers", "meter"},
-    {"drive", "shards"},
+    {"buffers", "footprint", "meter"},
+    {"drive", "shards", "tax"},
     {"blocks", "store"},
     {"slots", "spill", "history"},
     {"fetch"},
@@ -42,7 +42,7 @@ def test_public_names_are_complete_and_sorted():
 def test_importing_starts_nothing():
     """No accelerator start-up, no quantization library, no compiler, no folder."""
     program = """
-import sys, threading, nvme_cache, torch
+import sys, threading, nvme_cache, nvme_cache.tax, torch
 assert threading.active_count() == 1, threading.enumerate()
 loaded = [name for name in ("optimum.quanto", "matplotlib", "typer", "torch._dynamo") if name in sys.modules]
 assert not loaded, loaded

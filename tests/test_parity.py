@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nvme_cache.integration import cache_argument
+from nvme_cache.arguments import cache_argument
 
 from .conftest import FAMILIES, assert_parity, tiny_model
 

@@ -7,7 +7,7 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from transformers import DynamicCache
 
 import nvme_cache
-from nvme_cache.integration import cache_argument
+from nvme_cache.arguments import cache_argument
 
 from .conftest import prompt, tiny_model, tokens
 

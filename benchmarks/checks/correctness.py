@@ -16,7 +16,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from nvme_cache import OffloadedNVMeCache, io
-from nvme_cache.integration import cache_argument
+from nvme_cache.arguments import cache_argument
 
 from .models import TINY, Tiny
 from .run import GIB, Run

@@ -16,7 +16,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from nvme_cache import OffloadedNVMeCache
-from nvme_cache.integration import cache_argument
+from nvme_cache.arguments import cache_argument
 
 from .correctness import same_bits
 from .models import large

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from nvme_cache.integration import cache_argument
+from nvme_cache.arguments import cache_argument
 
 _NOISE_TOKENS = 4096
 _TRIAL = 20  # multiplications
