@@ -69,7 +69,7 @@ def run_bench(folder: Path, out: Path, *, quick: bool, console: Console) -> Path
             engines, reasons = working_engines(raw.path)
             results["notes"] += reasons
             keep("drive", lambda: measure_drive(site, raw, engines))
-            keep("steps", lambda: measure_steps(site, raw))
+            keep("steps", lambda: measure_steps(site, raw, results["drive"]))
         with workers(site) as contenders:
             keep("peers", lambda: measure_peers(site, contenders))
             keep("prefill", lambda: measure_prefill(site, contenders, write_rate(results["drive"])))

@@ -1,14 +1,20 @@
 """Decode steps against the floor, the step time that physics allows: `max(compute, bytes read / read rate)`."""
 
+import math
+import statistics
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
+import torch
 from transformers import LlamaConfig
 
 from nvme_cache import OffloadedNVMeCache
+from nvme_cache.footprint import footprint_of
 from nvme_cache.placement import Budgets, Tier, place
+from nvme_cache.tax import predict
 
 from .measure import Figures, Sample, bytes_per_s, interleave, paired, spread, timed
 from .models import fill, token_bytes, wide_config
@@ -23,19 +29,51 @@ _BLOCK_SIZE = 256
 _SPARE_TOKENS = 128
 _BURST_S = 0.05
 _COPIED_BYTES = 256 << 20
-_READ, _COPY, _COMPUTE = "read", "copy", "compute"
+_READ, _COPY, _COMPUTE, _SOFTWARE, _WITHOUT = "read", "copy", "compute", "software", "without"
 _Samples: TypeAlias = dict[tuple[str, object], list[Sample]]
 
 
-def measure_steps(site: Site, raw: RawFile) -> Figures:
-    """Step time, floor and the plan's prediction for each context, setting and resident share."""
+def measure_steps(site: Site, raw: RawFile, drive: Figures) -> Figures:
+    """Step time, floor and prediction for each context, setting and resident share.
+
+    Args:
+        site: Where to measure.
+        raw: What to read for comparison.
+        drive: What `measure_drive` found.
+    """
     config = wide_config(site.plan.step_layers)
     settings = Settings(config)
-    rows = [row for length in site.plan.step_contexts for row in _measure_context(site, raw, config, settings, length)]
+    rows = [
+        row
+        for length in site.plan.step_contexts
+        for row in _measure_context(site, raw, config, settings, length, _Fetching.of(drive, length, config))
+    ]
     return {"layers": site.plan.step_layers, "token_layer_bytes": token_bytes(config), "rows": rows}
 
 
-def _measure_context(site: Site, raw: RawFile, config: LlamaConfig, settings: Settings, length: int) -> list[Figures]:
+@dataclass(frozen=True, slots=True)
+class _Fetching:
+    """What the fetch path does with layers of about one size.
+
+    Attributes:
+        over_plain: Its rate over that of a plain reader.
+        cpu_s_per_byte: CPU seconds it takes, checking included.
+    """
+
+    over_plain: float
+    cpu_s_per_byte: float
+
+    @classmethod
+    def of(cls, drive: Figures, length: int, config: LlamaConfig) -> "_Fetching":
+        layer_bytes = length * token_bytes(config)
+        row = min(drive["fetch"], key=lambda row: abs(math.log(row["layer_bytes"] / layer_bytes)))
+        cpu_s_per_gb = row["contenders"]["fetch"]["cpu_s_per_gb"]["median"]
+        return cls(row["fetch_over"]["plain"]["median"], cpu_s_per_gb / 1e9)
+
+
+def _measure_context(
+    site: Site, raw: RawFile, config: LlamaConfig, settings: Settings, length: int, fetching: _Fetching
+) -> list[Figures]:
     layer_bytes = length * token_bytes(config)
     site.say(f"steps: {length:,} tokens, layers of {layer_bytes / MIB:g} MiB")
     read = raw.reader(layer_bytes // site.threads, max(layer_bytes, site.plan.sample_bytes // 4))
@@ -46,7 +84,13 @@ def _measure_context(site: Site, raw: RawFile, config: LlamaConfig, settings: Se
         caches = {share: stack.enter_context(_filled_cache(site, config, length, share)) for share in SHARES}
         resident = ResidentCache(config, length, _SPARE_TOKENS + count)
         copy = _copier(layer_bytes)
-        contenders: dict[tuple[str, object], Callable[[], Sample]] = {}
+        # One block in memory: what a step takes with it beyond nothing at all is our own code.
+        small = stack.enter_context(_filled_cache(site, config, _BLOCK_SIZE, 1.0))
+        nothing = ResidentCache(config, _BLOCK_SIZE, _SPARE_TOKENS + count)
+        contenders: dict[tuple[str, object], Callable[[], Sample]] = {
+            (MODEL, _SOFTWARE): partial(burst, steps[MODEL], small, _BLOCK_SIZE, count),
+            (MODEL, _WITHOUT): partial(burst, steps[MODEL], nothing, _BLOCK_SIZE, count),
+        }
         for name, step in steps.items():
             contenders[name, _READ] = read
             contenders[name, _COPY] = copy
@@ -56,7 +100,7 @@ def _measure_context(site: Site, raw: RawFile, config: LlamaConfig, settings: Se
         for cache in caches.values():
             burst(steps[MODEL], cache, length, 1)  # makes slots and faults them in
         samples = interleave(contenders, site.plan.steps)
-    return [_row(config, length, name, share, samples) for name in steps for share in SHARES]
+    return [_row(config, length, name, share, samples, fetching) for name in steps for share in SHARES]
 
 
 def _filled_cache(site: Site, config: LlamaConfig, length: int, share: float) -> OffloadedNVMeCache:
@@ -90,16 +134,29 @@ def _copier(nbytes: int) -> Callable[[], Sample]:
     return lambda: timed(copy)
 
 
-def _row(config: LlamaConfig, length: int, setting: str, share: float, samples: _Samples) -> Figures:
+def _row(
+    config: LlamaConfig, length: int, setting: str, share: float, samples: _Samples, fetching: _Fetching
+) -> Figures:
     steps, computes = samples[setting, share], [sample.wall_s for sample in samples[setting, _COMPUTE]]
     read_rates, copy_rates = bytes_per_s(samples[setting, _READ]), bytes_per_s(samples[setting, _COPY])
     planned = _planned_bytes(config, length, share)
     walls = [sample.wall_s for sample in steps]
     floors = [max(compute, step.nbytes / rate) for compute, step, rate in zip(computes, steps, read_rates, strict=True)]
-    # On CPU, copying resident blocks into the slot is work for the processor like the model's own.
+    with_us, without = (statistics.median(s.wall_s for s in samples[MODEL, name]) for name in (_SOFTWARE, _WITHOUT))
+    footprint = footprint_of(config, torch.bfloat16)
     predictions = [
-        max(compute + planned[Tier.HOST] / copy_rate, planned[Tier.NVME] / rate)
-        for compute, rate, copy_rate in zip(computes, read_rates, copy_rates, strict=True)
+        predict(
+            footprint,
+            context=length,
+            compute_s=compute,
+            nvme_bytes_per_s=rate * fetching.over_plain,
+            host_share=planned[Tier.HOST] / sum(planned.values()),
+            software_s=max(0.0, with_us - without) / config.num_hidden_layers,
+            compute_cores=torch.get_num_threads(),
+            read_cpu_s_per_byte=fetching.cpu_s_per_byte,
+            copy_cpu_s_per_byte=copy.cpu_s / copy.nbytes,
+        ).step_s
+        for compute, rate, copy in zip(computes, read_rates, samples[setting, _COPY], strict=True)
     ]
     return {
         "context_tokens": length,
@@ -114,6 +171,7 @@ def _row(config: LlamaConfig, length: int, setting: str, share: float, samples: 
         "step_read_bytes": steps[-1].nbytes,
         "planned_read_bytes": planned[Tier.NVME],
         "planned_copy_bytes": planned[Tier.HOST],
+        "software_s": max(0.0, with_us - without),
         "floor_s": spread(floors),
         "predicted_s": spread(predictions),
         "efficiency": paired(floors, walls),
