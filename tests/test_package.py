@@ -27,6 +27,7 @@ LEVELS = [
     {"cache"},
     {"integration"},
     {"demo", "bench"},
+    {"doctor"},
     {"cli"},
 ]
 
