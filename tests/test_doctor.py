@@ -47,7 +47,7 @@ FINE = Findings(
     drive_failure=None,
     processor=ProcessorFacts("Processor 1", 8, None, 12e9, 30e9, 0.005),
     accelerator=None,
-    settings=Settings(True, 24 * GIB, 4, [Depth(MIB, 4), Depth(64 * MIB, 2)]),
+    settings=Settings(True, 24 * GIB, 4, True, 6.6e9, [Depth(MIB, 4), Depth(64 * MIB, 2)]),
     versions={"nvme-cache": "0.1", "torch": "2.13.0", "safetensors": None, "kernel": "Linux 6.1"},
 )
 GPU = AcceleratorFacts("Graphics 5", 24 * GIB, 20 * GIB, 25e9, 24e9)
@@ -144,6 +144,7 @@ class TestFacts:
         found = examined[1]
         assert found.settings.host_budget_bytes == pytest.approx(found.memory.available_bytes / 2, rel=0.2)
         assert found.settings.io_threads == found.drive.threads
+        assert found.settings.is_drive_tested == found.folder.takes_direct
         depths = {depth.layer_bytes: depth.prefetch_depth for depth in found.settings.prefetch_depths}
         assert all(2 <= depth <= 4 for depth in depths.values())
         assert depths[MIB] >= depths[64 * MIB] == 2
@@ -288,6 +289,7 @@ class TestMeasuring:
         assert [read.request_bytes for read in found.reads] == [MIB, 4 * MIB]
         for read in found.reads:
             assert read.bytes_per_s == pytest.approx(6e7, rel=0.25)
+        assert list(tmp_path.iterdir()) == []
 
     def test_one_slow_read_in_ten_shows_in_the_tail_alone(self, quick, paced, tmp_path, monkeypatch):
         calls = iter(range(10**6))
@@ -503,12 +505,19 @@ class TestCommand:
             "random 4 KiB    P50 80 us  P95 120 us  P99 950 us  (5,000 reads)",
             "safetensors     not installed",
             'host_budget     24.0 GiB ("auto")',
-            "io_threads      4",
-            "prefetch_depth  by size of a layer: 4 for 1 MiB, 2 for 64 MiB",
+            "io_threads      4 (a test of the drive read at 6.60 GB/s)",
+            "prefetch_depth  layers of 1 MiB: 4, 64 MiB: 2",
             "No problems found.",
         ):
             assert f"  {line}" in text
         assert "locked memory" not in text
+
+    def test_what_is_shown_where_the_drive_does_not_count(self, shown):
+        found = changed(folder={"kind": "RAM"}, settings={"is_default_folder": False, "is_drive_tested": False})
+        text = shown(found).stdout
+        assert "O_DIRECT        of no use" in text
+        assert "offload_dir     ~/kv, if you pass it" in text
+        assert "drive not tested, taken for one of 6.60 GB/s" in text
 
     def test_what_is_shown_of_an_accelerator(self, shown):
         text = shown(changed(accelerator=GPU)).stdout

@@ -42,12 +42,16 @@ class Settings:
         is_default_folder: Whether shards go to the folder examined; else it is to be passed.
         host_budget_bytes: What `host_budget="auto"` is now.
         io_threads: Threads that read.
+        is_drive_tested: Whether threads and depths follow from a test of the drive; else a common one is assumed.
+        drive_bytes_per_s: The rate at which the test read, or that is assumed.
         prefetch_depths: By size of a layer.
     """
 
     is_default_folder: bool
     host_budget_bytes: int
     io_threads: int
+    is_drive_tested: bool
+    drive_bytes_per_s: float
     prefetch_depths: Sequence[Depth]
 
 
@@ -108,7 +112,14 @@ def _measured(own: Path, place: FolderFacts, chosen: Drive) -> tuple[DriveFacts 
 
 def _settings(chosen: Drive, *, is_default_folder: bool) -> Settings:
     depths = [Depth(layer_bytes, chosen.prefetch_depth(layer_bytes)) for layer_bytes in _LAYER_BYTES]
-    return Settings(is_default_folder, parse_host_budget("auto"), chosen.io_threads, depths)
+    return Settings(
+        is_default_folder,
+        parse_host_budget("auto"),
+        chosen.io_threads,
+        is_drive_tested=chosen != Drive(),
+        drive_bytes_per_s=chosen.read_bytes_per_s,
+        prefetch_depths=depths,
+    )
 
 
 def _kernel() -> str:

@@ -64,10 +64,13 @@ def _folder(folder: FolderFacts) -> Iterator[tuple[str, str]]:
     device = " ".join(part for part in (folder.device, folder.device_model) if part)
     yield "path", folder.path
     yield "file system", f"{folder.file_system}, {folder.kind}" + (f", on {device}" if device else "")
-    yield "O_DIRECT", "yes, past the page cache" if folder.takes_direct else "no, reads go through the page cache"
+    if folder.kind == "RAM":
+        yield "O_DIRECT", "of no use, the files themselves are in memory"
+    else:
+        yield "O_DIRECT", "yes, past the page cache" if folder.takes_direct else "no, reads go through the page cache"
     yield "free space", f"{_gib(folder.free_bytes)} of {_gib(folder.total_bytes)}, writable"
     if folder.file_limit_bytes is not None:
-        yield "longest file", _gib(folder.file_limit_bytes)
+        yield "longest file", size_text(folder.file_limit_bytes)
 
 
 def _memory(memory: MemoryFacts, *, has_accelerator: bool) -> Iterator[tuple[str, str]]:
@@ -124,9 +127,10 @@ def _accelerator(accelerator: AcceleratorFacts | None) -> Iterator[tuple[str, st
 def _settings(folder: FolderFacts, settings: Settings) -> Iterator[tuple[str, str]]:
     yield "offload_dir", folder.path if settings.is_default_folder else f"{folder.path}, if you pass it"
     yield "host_budget", f'{_gib(settings.host_budget_bytes)} ("auto")'
-    yield "io_threads", str(settings.io_threads)
-    depths = (f"{depth.prefetch_depth} for {size_text(depth.layer_bytes)}" for depth in settings.prefetch_depths)
-    yield "prefetch_depth", f"by size of a layer: {', '.join(depths)}"
+    why = "a test of the drive read at" if settings.is_drive_tested else "drive not tested, taken for one of"
+    yield "io_threads", f"{settings.io_threads} ({why} {_rate(settings.drive_bytes_per_s)})"
+    depths = (f"{size_text(depth.layer_bytes)}: {depth.prefetch_depth}" for depth in settings.prefetch_depths)
+    yield "prefetch_depth", f"layers of {', '.join(depths)}"
 
 
 def _gib(nbytes: int) -> str:
