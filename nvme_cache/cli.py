@@ -130,8 +130,9 @@ def doctor(
 ) -> None:
     """Say what this machine gives to a cache, what default settings follow, and what to do about each problem.
 
-    Takes some ten seconds, needs 256 MiB on the drive meanwhile, and leaves nothing. The text is fit to be pasted into
-    a bug report. Exit status 1 if the folder cannot be used.
+    Takes some ten seconds, needs 256 MiB on the drive meanwhile, and leaves
+    nothing. The text is fit for bug reports: your home folder is written "~".
+    Exit status 1 if the folder cannot be used.
     """
     from .doctor import as_json, as_text, draw_reads, examine
     from .errors import NVMeCacheError
