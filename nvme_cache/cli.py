@@ -117,6 +117,45 @@ def bench(
     console.print(f"figures: {path}")
 
 
+@app.command()
+def doctor(
+    folder: Annotated[
+        Path | None,
+        typer.Argument(metavar="DIR", help="Existing folder on the drive to examine; default: where shards go."),
+    ] = None,
+    chart: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="Draw read rate by request size, as a PNG.", dir_okay=False)
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+) -> None:
+    """Say what this machine gives to a cache, what default settings follow, and what to do about each problem.
+
+    Takes some ten seconds, needs 256 MiB on the drive meanwhile, and leaves
+    nothing. The text is fit for bug reports: your home folder is written "~".
+    Exit status 1 if the folder cannot be used.
+    """
+    from .doctor import as_json, as_text, draw_reads, examine
+    from .errors import NVMeCacheError
+
+    if chart is not None and not chart.parent.is_dir():
+        raise typer.BadParameter(f"{chart.parent} is no folder", param_hint="--chart")
+    aside = Console(stderr=True)
+    try:
+        with aside.status("Measuring"):
+            found = examine(folder)
+    except NVMeCacheError as error:
+        aside.print(str(error), style="bold red", markup=False)
+        raise typer.Exit(1) from error
+    if json:
+        typer.echo(as_json(found))
+    else:
+        console = Console()
+        console.width = min(console.width, 80)  # as wide as what is pasted into a report reads well
+        console.print(as_text(found))
+    if chart is not None:
+        aside.print(draw_reads(found, chart), markup=False)
+
+
 def _mib(nbytes: int) -> str:
     return f"{nbytes / 2**20:,.1f} MiB"
 

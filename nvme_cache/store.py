@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 _FOLDER = re.compile(r"nvme-cache-(\d+|removing)-[a-z0-9_]{8}")
 _FILES = ("layer-*.safetensors", "layer-*.partial", "probe", "lock")
 _LOCK = "lock"
-_RAM_FILE_SYSTEMS = {"tmpfs", "ramfs", "devtmpfs"}
+RAM_FILE_SYSTEMS = {"tmpfs", "ramfs", "devtmpfs"}
 _SPARE_BYTES = 64 << 20  # what we leave free: a drive filled to the last byte breaks its other users
 
 _warned: set[tuple[str, str]] = set()
@@ -83,7 +83,7 @@ class Store:
             self.path, lock = _claim_folder(root)
             self._finalizer = weakref.finalize(self, _remove, self.path, lock, os.getpid())
             self._direct = io.supports_direct(self.path)
-            self.drive = self._tested_drive(disk_budget)
+            self.drive = tested_drive(self.path, disk_budget, direct=self._direct)
         self._disk_budget = disk_budget
         self._count = 0
         self._users = 1
@@ -136,11 +136,6 @@ class Store:
                 return
         self._finalizer()
 
-    def _tested_drive(self, disk_budget: int | None) -> Drive:
-        # Reads through the page cache would be answered by it.
-        room = min(shutil.disk_usage(self.path).free - _SPARE_BYTES, math.inf if disk_budget is None else disk_budget)
-        return drive_of(self.path) if self._direct and room >= TEST_BYTES else Drive()
-
     def _check_room(self, nbytes: int) -> None:
         if self._disk_budget is not None and self.used_bytes + nbytes > self._disk_budget:
             raise StorageFullError(
@@ -153,6 +148,28 @@ class Store:
                 f"{self.path} has {free:,} bytes free; a shard of {nbytes:,} bytes and {_SPARE_BYTES:,} to spare do "
                 "not fit. Free space and call again (nothing is lost), or use an offload_dir on a larger drive."
             )
+
+
+@contextmanager
+def private_folder(root: Path) -> Iterator[Path]:
+    """A folder inside `root` as stores have one, for files of the names they give; gone with the files at the end.
+
+    Raises:
+        OffloadDirectoryError: `root` is missing, not a folder, or not writable.
+    """
+    with _explained(root):
+        folder, lock = _claim_folder(_checked(root))
+        try:
+            yield folder
+        finally:
+            _remove(folder, lock, os.getpid())
+
+
+def tested_drive(folder: Path, disk_budget: int | None, *, direct: bool) -> Drive:
+    """How to read the drive under `folder`: what a test finds if there is room for one, else a common NVMe drive."""
+    # Reads through the page cache would be answered by it.
+    room = min(shutil.disk_usage(folder).free - _SPARE_BYTES, math.inf if disk_budget is None else disk_budget)
+    return drive_of(folder) if direct and room >= TEST_BYTES else Drive()
 
 
 def remove_orphans(root: Path) -> list[Path]:
@@ -251,15 +268,23 @@ def _explained(root: Path) -> Iterator[None]:
 
 def file_system_of(folder: Path) -> str:
     """The name of the file system `folder` is on, such as "ext4"; "unknown" where the system does not tell."""
+    return mount_of(folder)[0]
+
+
+def mount_of(folder: Path) -> tuple[str, str]:
+    """The file system `folder` is on and what is mounted there, such as "ext4" and "/dev/sda1"; else "unknown"."""
     parents = {str(parent) for parent in [folder.resolve(), *folder.resolve().parents]}
     mounts = [mount for mount in psutil.disk_partitions(all=True) if mount.mountpoint in parents]
-    return max(mounts, key=lambda mount: len(mount.mountpoint)).fstype if mounts else "unknown"
+    if not mounts:
+        return "unknown", "unknown"
+    mount = max(mounts, key=lambda mount: len(mount.mountpoint))
+    return mount.fstype, mount.device
 
 
 def _warn_once(root: Path, *, direct: bool) -> None:
     name = file_system_of(root)
     problems = []
-    if name in _RAM_FILE_SYSTEMS:
+    if name in RAM_FILE_SYSTEMS:
         problems.append(
             f"{root} is a {name}: its files live in RAM, so paging there saves none. Use a folder on a drive."
         )

@@ -28,6 +28,7 @@ LEVELS = [
     {"cache"},
     {"integration"},
     {"demo", "bench"},
+    {"doctor"},
     {"cli"},
 ]
 

@@ -1,13 +1,14 @@
 """What was measured, as charts, where matplotlib is installed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from .measure import Figures
 from .plan import KIB, MIB
 
-_OURS = "#c2410c"
+MISSING = "matplotlib is not installed (pip install 'nvme-cache[bench]')"
+OURS = "#c2410c"
 _OTHERS = ("#1f2937", "#2563eb", "#059669", "#7c3aed", "#64748b", "#b45309")
 _DRIVE_COLORS = {
     "fetch_unverified": "#fb923c",
@@ -24,7 +25,7 @@ def draw(results: Figures, out: Path) -> list[str]:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        return ["matplotlib is not installed (pip install 'nvme-cache[bench]'): no charts"]
+        return [f"no charts: {MISSING}"]
     charts: dict[str, Callable[[Any, Figures], None]] = {
         "drive": _drive,
         "steps": _steps,
@@ -49,9 +50,9 @@ def _drive(figure: Any, drive: Figures) -> None:
         sizes = [row[size] for row in rows]
         for name in rows[0]["contenders"]:
             cells = [row["contenders"][name]["rate_bytes_per_s"] for row in rows]
-            _line(axes, sizes, cells, name.replace("_", " "), _DRIVE_COLORS.get(name, _OURS), scale=1e-9)
+            line(axes, sizes, cells, name.replace("_", " "), _DRIVE_COLORS.get(name, OURS), scale=1e-9)
         axes.set_xscale("log", base=2)
-        axes.set_xticks(sizes, [_size(nbytes) for nbytes in sizes])
+        axes.set_xticks(sizes, [size_text(nbytes) for nbytes in sizes])
         axes.set_xlabel("layer" if kind == "fetch" else "request")
         axes.set_ylabel("GB/s")
         axes.set_ylim(bottom=0)
@@ -68,7 +69,7 @@ def _steps(figure: Any, steps: Figures) -> None:
         for number, context in enumerate(contexts):
             found = [row for row in rows if (row["setting"], row["context_tokens"]) == (setting, context)]
             shares, color = [row["resident_share"] * 100 for row in found], _BLUES[number]
-            _line(axes, shares, [row["step_s"] for row in found], f"{context:,} tokens", color, scale=1e3)
+            line(axes, shares, [row["step_s"] for row in found], f"{context:,} tokens", color, scale=1e3)
             axes.plot(shares, [row["predicted_s"]["median"] * 1e3 for row in found], "--", color=color, linewidth=1)
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:g}")
@@ -85,7 +86,7 @@ def _peers(figure: Any, peers: Figures) -> None:
     for axes, context in zip(figure.subplots(1, len(contexts), squeeze=False)[0], contexts, strict=True):
         rows = [row for row in peers["rows"] if row["context_tokens"] == context][::-1]
         rates = [row["tokens_per_s"]["median"] for row in rows]
-        colors = [_OURS if row["contender"].startswith("nvme-cache") else _OTHERS[4] for row in rows]
+        colors = [OURS if row["contender"].startswith("nvme-cache") else _OTHERS[4] for row in rows]
         bars = axes.barh([row["contender"] for row in rows], rates, color=colors)
         axes.bar_label(bars, fmt="%.2f", padding=2, fontsize=8)
         axes.margins(x=0.15)
@@ -98,11 +99,11 @@ def _growth(figure: Any, growth: Figures) -> None:
     step, memory, written = figure.subplots(1, 3)
     rows = growth["rows"]
     contexts = [row["context_tokens"] for row in rows]
-    for name, color in zip(rows[0]["contenders"], (_OTHERS[0], _OURS), strict=True):
+    for name, color in zip(rows[0]["contenders"], (_OTHERS[0], OURS), strict=True):
         found = [row["contenders"][name] for row in rows]
-        _line(step, contexts, [one["step_s"] for one in found], name, color, scale=1e3)
+        line(step, contexts, [one["step_s"] for one in found], name, color, scale=1e3)
         memory.plot(contexts, [one["peak_above_model_bytes"] / MIB for one in found], "o-", color=color, label=name)
-    written.plot(contexts, [row["prompt_written_bytes"] / MIB for row in rows], "o-", color=_OURS, label="nvme-cache")
+    written.plot(contexts, [row["prompt_written_bytes"] / MIB for row in rows], "o-", color=OURS, label="nvme-cache")
     titles = {"a token: step time, ms": step, "memory beyond the model, MiB": memory, "a prompt: MiB written": written}
     for title, axes in titles.items():
         axes.set_xscale("log", base=2)
@@ -113,7 +114,7 @@ def _growth(figure: Any, growth: Figures) -> None:
         axes.legend(fontsize=7)
 
 
-def _line(axes: Any, at: list[float], spreads: list[Figures], label: str, color: str, *, scale: float) -> None:
+def line(axes: Any, at: Sequence[float], spreads: Sequence[Figures], label: str, color: str, *, scale: float) -> None:
     """Medians as a line, with bars from the least to the greatest."""
     medians = [one["median"] * scale for one in spreads]
     below = [median - one["min"] * scale for median, one in zip(medians, spreads, strict=True)]
@@ -121,5 +122,6 @@ def _line(axes: Any, at: list[float], spreads: list[Figures], label: str, color:
     axes.errorbar(at, medians, yerr=[below, above], marker="o", markersize=3, capsize=2, label=label, color=color)
 
 
-def _size(nbytes: int) -> str:
+def size_text(nbytes: int) -> str:
+    """Such as "64 KiB" or "4 MiB"."""
     return f"{nbytes // MIB} MiB" if nbytes >= MIB else f"{nbytes // KIB} KiB"

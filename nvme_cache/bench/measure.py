@@ -4,6 +4,7 @@ import statistics
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 Figures: TypeAlias = dict[str, Any]  # what becomes JSON; the keys of numbers end in their units
@@ -91,3 +92,9 @@ def rates(samples: Sequence[Sample]) -> Figures:
 def bytes_per_s(samples: Sequence[Sample]) -> list[float]:
     """The rate of each sample."""
     return [sample.nbytes / sample.wall_s for sample in samples]
+
+
+def median_rates(works: Mapping[_Name, Callable[[], int]], rounds: Rounds) -> dict[_Name, float]:
+    """Bytes per second of works that return the bytes they moved, in turns."""
+    samples = interleave({name: partial(timed, work) for name, work in works.items()}, rounds)
+    return {name: statistics.median(bytes_per_s(found)) for name, found in samples.items()}

@@ -1,0 +1,68 @@
+"""The accelerator and the link to it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from nvme_cache.bench.measure import Rounds, median_rates
+from nvme_cache.transfer import transfer_for
+
+_BUFFER_BYTES = 64 << 20
+_ROUNDS = Rounds(budget_s=0.3, least=5, most=50)
+
+
+@dataclass(frozen=True, slots=True)
+class AcceleratorFacts:
+    """The current accelerator.
+
+    Attributes:
+        name: What it calls itself.
+        total_bytes: Its memory.
+        free_bytes: What is left of that.
+        to_device_bytes_per_s: Rate of copies from pinned host memory; None where no memory could be pinned.
+        from_device_bytes_per_s: Rate of copies to pinned host memory; None likewise.
+    """
+
+    name: str
+    total_bytes: int
+    free_bytes: int
+    to_device_bytes_per_s: float | None
+    from_device_bytes_per_s: float | None
+
+
+def accelerator_facts() -> AcceleratorFacts | None:
+    """What torch finds; None if it finds none."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None:
+        return None
+    device = torch.device(found.type, torch.accelerator.current_device_index())
+    module = torch.get_device_module(device)
+    free_bytes, total_bytes = module.mem_get_info(device)
+    try:
+        rates = _copy_rates(device)
+    except RuntimeError:
+        rates = {}
+    return AcceleratorFacts(
+        module.get_device_name(device), total_bytes, free_bytes, rates.get("to device"), rates.get("from device")
+    )
+
+
+def _copy_rates(device: torch.device) -> dict[str, float]:
+    transfer = transfer_for(device)
+    host, there = transfer.host_memory(_BUFFER_BYTES), transfer.device_memory(_BUFFER_BYTES)
+
+    def copy(target: torch.Tensor, source: torch.Tensor) -> Callable[[], int]:
+        def work() -> int:
+            with transfer.side_stream(transfer.mark()):
+                transfer.copy(target, source)
+                done = transfer.record()
+            done.synchronize()
+            return target.numel()
+
+        return work
+
+    works = {"to device": copy(there, host), "from device": copy(host, there)}
+    for work in works.values():
+        work()  # the first copy of a process starts things up
+    return median_rates(works, _ROUNDS)

@@ -1,0 +1,64 @@
+"""What the control groups of this process, versions 1 and 2, leave it of the machine."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from nvme_cache.bench.machine import read
+
+_ROOT = Path("/")
+_MEMORY_FILES = (  # limit, use, and the part of the use that the kernel gives back at once
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLimit:
+    """A limit of memory and what is taken of it.
+
+    Attributes:
+        limit_bytes: Most memory the group may have.
+        used_bytes: What it has, files that were read and may be dropped aside.
+    """
+
+    limit_bytes: int
+    used_bytes: int
+
+
+def memory_limit(root: Path = _ROOT) -> MemoryLimit | None:
+    """The limit that leaves least; None without any. `root` is where `/proc` and `/sys` are."""
+    limits = []
+    for group in _groups("memory", root):
+        for limit, used, droppable in _MEMORY_FILES:
+            if (most := read(group / limit)).isdigit():
+                taken = int(read(group / used)) - _statistic(group / "memory.stat", droppable)
+                limits.append(MemoryLimit(int(most), max(taken, 0)))
+    return min(limits, key=lambda found: found.limit_bytes - found.used_bytes, default=None)
+
+
+def cpu_quota(root: Path = _ROOT) -> float | None:
+    """Cores' worth of time the tightest quota allows; None without any. `root` is where `/proc` and `/sys` are."""
+    quotas = []
+    for group in _groups("cpu", root):
+        version_2 = read(group / "cpu.max").split()
+        version_1 = [read(group / "cpu.cfs_quota_us"), read(group / "cpu.cfs_period_us")]
+        for numbers in (version_2, version_1):
+            if all(number.isdigit() for number in numbers) and len(numbers) == 2:
+                quotas.append(int(numbers[0]) / int(numbers[1]))
+    return min(quotas, default=None)
+
+
+def _groups(controller: str, root: Path) -> Iterator[Path]:
+    """Folders of the groups this process is in, each with those above it; a container may see the top alone."""
+    for line in read(root / "proc/self/cgroup").splitlines():
+        _, controllers, name = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        top = root / "sys/fs/cgroup" / (controller if controllers else "")
+        own = top / name.lstrip("/")
+        yield from (folder for folder in (own, *own.parents) if folder.is_relative_to(top))
+
+
+def _statistic(path: Path, name: str) -> int:
+    return next((int(line.split()[1]) for line in read(path).splitlines() if line.split()[0] == name), 0)
