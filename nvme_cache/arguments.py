@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 import psutil
 from accelerate.utils import convert_file_size_to_int
 
+from .cgroup import memory_limit
 from .errors import ConfigurationError
 
 if TYPE_CHECKING:  # importing it would start the compiler
@@ -51,9 +52,12 @@ def parse_size(name: str, value: object) -> int:
 
 
 def parse_host_budget(value: object) -> int:
-    """As `parse_size`; "auto" is a share of the memory available now."""
+    """As `parse_size`; "auto" is a share of the memory that the machine, or the container, has left now."""
     if value == "auto":
-        return int(psutil.virtual_memory().available * _AUTO_HOST_SHARE)
+        available, limit = psutil.virtual_memory().available, memory_limit()
+        if limit is not None:
+            available = min(available, max(0, limit.limit_bytes - limit.used_bytes))
+        return int(available * _AUTO_HOST_SHARE)
     return parse_size("host_budget", value)
 
 

@@ -20,9 +20,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from nvme_cache import cgroup
 from nvme_cache.bench.measure import Rounds
 from nvme_cache.cli import app
-from nvme_cache.doctor import accelerator, cgroup, drive, examine, findings, memory
+from nvme_cache.doctor import accelerator, drive, examine, findings, memory
 from nvme_cache.doctor.accelerator import AcceleratorFacts, accelerator_facts
 from nvme_cache.doctor.drive import DriveFacts, Latency, ReadRate, measure_drive
 from nvme_cache.doctor.findings import Depth, Findings, Settings
@@ -430,7 +431,6 @@ class TestProblems:
             ({"memory": {"buffer_huge_page_bytes": 0, "huge_page_setting": "never"}}, "as root, echo madvise > /sys"),
             ({"memory": {"buffer_huge_page_bytes": 4 * MIB}}, 'set to "madvise", so memory is in pieces'),
             ({"memory": {"available_bytes": 900 * MIB}}, "Only 900 MiB of memory left"),
-            ({"memory": {"group_limit_bytes": 8 * GIB, "group_used_bytes": 6 * GIB}}, 'Pass host_budget="1024MiB"'),
             ({"memory": {"group_limit_bytes": 8 * GIB, "group_used_bytes": 9 * GIB}}, "Only 0 MiB of memory left"),
             ({"memory": {"open_files_limit": 256}}, "Only 256 files may be open"),
             ({"accelerator": replace(GPU, to_device_bytes_per_s=None)}, "ulimit -l is 8 MiB"),

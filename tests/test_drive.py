@@ -4,10 +4,12 @@ import os
 import threading
 import time
 
+import psutil
 import pytest
 import torch
 
-from nvme_cache import OffloadedNVMeCache, drive, io
+from nvme_cache import OffloadedNVMeCache, arguments, drive, io
+from nvme_cache.cgroup import MemoryLimit
 from nvme_cache.drive import TEST_BYTES, Drive
 from nvme_cache.transfer import HostTransfer
 
@@ -111,6 +113,13 @@ def test_small_layers_are_fetched_further_ahead(options, tokens, depth, make_cac
             assert fetched == [True] * depth + [False] * (7 - depth)
     [lane] = cache._pager._lanes.values()
     assert len(lane.slots._slots) == depth + 1
+
+
+@pytest.mark.parametrize(("limit", "used", "budget"), [(8 << 30, 6 << 30, 1 << 30), (1 << 60, 0, None), (5, 9, 0)])
+def test_half_of_what_the_container_has_left_is_the_default_host_budget(limit, used, budget, monkeypatch):
+    monkeypatch.setattr(arguments, "memory_limit", lambda: MemoryLimit(limit, used))
+    free = psutil.virtual_memory().available
+    assert arguments.parse_host_budget("auto") == pytest.approx(free / 2 if budget is None else budget, rel=0.1)
 
 
 @pytest.mark.parametrize("nbytes", [1, 4097, 2 * MIB, 5 * MIB + 1])

@@ -15,7 +15,7 @@ import nvme_cache
 
 PACKAGE = Path(nvme_cache.__file__).parent
 LEVELS = [
-    {"errors", "io", "placement"},
+    {"cgroup", "errors", "io", "placement"},
     {"arguments", "guards", "transfer"},
     {"buffers", "footprint", "meter"},
     {"drive", "shards", "tax"},

@@ -10,6 +10,7 @@ import psutil
 import torch
 
 from nvme_cache import io, store
+from nvme_cache.cgroup import kernel_text
 
 from .measure import Figures
 
@@ -22,7 +23,7 @@ def describe(folder: Path) -> Figures:
         "torch_threads": torch.get_num_threads(),
         "memory_bytes": psutil.virtual_memory().total,
         "kernel": platform.release(),
-        "huge_pages": read(Path("/sys/kernel/mm/transparent_hugepage/enabled")),
+        "huge_pages": kernel_text(Path("/sys/kernel/mm/transparent_hugepage/enabled")),
         "folder": str(folder),
         "file_system": store.file_system_of(folder),
         "device": device_of(folder),
@@ -35,7 +36,7 @@ def describe(folder: Path) -> Figures:
 
 def cpu_name() -> str:
     """The processor's name for itself, else its architecture."""
-    for line in read(Path("/proc/cpuinfo")).splitlines():
+    for line in kernel_text(Path("/proc/cpuinfo")).splitlines():
         name, _, value = line.partition(":")
         if name.strip() == "model name":
             return value.strip()
@@ -50,9 +51,9 @@ def device_of(folder: Path) -> Figures:
     disk = queue if (queue / "queue").exists() else queue.parent  # a partition lies in its disk's folder
     return {
         "name": name,
-        "model": read(disk / "device/model"),
-        "rotational": read(disk / "queue/rotational"),
-        "read_ahead_kb": read(disk / "queue/read_ahead_kb"),
+        "model": kernel_text(disk / "device/model"),
+        "rotational": kernel_text(disk / "queue/rotational"),
+        "read_ahead_kb": kernel_text(disk / "queue/read_ahead_kb"),
     }
 
 
@@ -62,11 +63,3 @@ def version(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def read(path: Path) -> str:
-    """What the kernel says in a file; "unknown" where it has no such file."""
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return "unknown"

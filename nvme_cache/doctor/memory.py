@@ -7,10 +7,9 @@ from pathlib import Path
 import psutil
 import torch
 
-from nvme_cache.bench.machine import read
+from nvme_cache.cgroup import kernel_text, memory_limit
 from nvme_cache.transfer import transfer_for
 
-from .cgroup import memory_limit
 from .folder import soft_limit
 
 _TRIED_BYTES = 32 << 20
@@ -65,7 +64,7 @@ def memory_facts() -> MemoryFacts:
         group_used_bytes=None if group is None else group.used_bytes,
         locked_limit_bytes=soft_limit(resource.RLIMIT_MEMLOCK),
         open_files_limit=soft_limit(resource.RLIMIT_NOFILE),
-        huge_page_setting=_chosen(read(Path("/sys/kernel/mm/transparent_hugepage/enabled"))),
+        huge_page_setting=_chosen(kernel_text(Path("/sys/kernel/mm/transparent_hugepage/enabled"))),
         buffer_bytes=buffer.numel(),
         buffer_huge_page_bytes=None if before is None or after is None else max(after - before, 0),
     )
@@ -73,7 +72,7 @@ def memory_facts() -> MemoryFacts:
 
 def _huge_page_bytes() -> int | None:
     """Huge pages of this process's own memory, in bytes."""
-    for line in read(Path("/proc/self/smaps_rollup")).splitlines():
+    for line in kernel_text(Path("/proc/self/smaps_rollup")).splitlines():
         if line.startswith("AnonHugePages:"):
             return int(line.split()[1]) * 1024
     return None

@@ -23,7 +23,7 @@ def problems(found: Findings) -> list[str]:
         *_folder(found.folder),
         *_orphans(found.folder),
         *_drive(found.folder, found.drive, found.drive_failure),
-        *_memory(found.memory, found.settings.host_budget_bytes),
+        *_memory(found.memory),
         *_pinning(found.memory, found.accelerator),
         *_processor(found.processor),
     ]
@@ -72,7 +72,7 @@ def _drive(folder: FolderFacts, drive: DriveFacts | None, failure: str | None) -
             )
 
 
-def _memory(memory: MemoryFacts, host_budget_bytes: int) -> Iterator[str]:
+def _memory(memory: MemoryFacts) -> Iterator[str]:
     got = memory.buffer_huge_page_bytes
     if got is not None and got < memory.buffer_bytes / 2:
         yield f"Buffers get no huge pages, so reads are slower and cost more CPU. {_huge_page_remedy(memory)}"
@@ -80,11 +80,6 @@ def _memory(memory: MemoryFacts, host_budget_bytes: int) -> Iterator[str]:
         yield (
             f"Only {memory.usable_bytes / _MIB:,.0f} MiB of memory left, which the model needs. Close other programs, "
             "and pass host_budget=0."
-        )
-    elif host_budget_bytes > memory.usable_bytes:
-        yield (
-            f'host_budget="auto" is {host_budget_bytes / _GIB:.1f} GiB, but the control group has '
-            f'{memory.usable_bytes / _GIB:.1f} GiB left. Pass host_budget="{memory.usable_bytes // 2 // _MIB}MiB".'
         )
     if memory.open_files_limit is not None and memory.open_files_limit < _FEW_FILES:
         yield (

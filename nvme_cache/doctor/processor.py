@@ -9,10 +9,9 @@ import xxhash
 from nvme_cache.bench.machine import cpu_name
 from nvme_cache.bench.measure import Rounds, median_rates
 from nvme_cache.bench.rawfile import touched_buffer
+from nvme_cache.cgroup import cpu_quota
 
-from .cgroup import cpu_quota
-
-_BUFFER_BYTES = 32 << 20  # what comes from the drive is not in the processor's cache either
+_BUFFER_BYTES = 128 << 20  # what comes from the drive is not in the processor's cache either
 _ROUNDS = Rounds(budget_s=0.3)
 
 

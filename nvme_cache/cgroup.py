@@ -4,8 +4,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from nvme_cache.bench.machine import read
-
 _ROOT = Path("/")
 _MEMORY_FILES = (  # limit, use, and the part of the use that the kernel gives back at once
     ("memory.max", "memory.current", "inactive_file"),
@@ -26,13 +24,21 @@ class MemoryLimit:
     used_bytes: int
 
 
+def kernel_text(path: Path) -> str:
+    """What the kernel says in a file; "unknown" where it has no such file."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return "unknown"
+
+
 def memory_limit(root: Path = _ROOT) -> MemoryLimit | None:
     """The limit that leaves least; None without any. `root` is where `/proc` and `/sys` are."""
     limits = []
     for group in _groups("memory", root):
         for limit, used, droppable in _MEMORY_FILES:
-            if (most := read(group / limit)).isdigit():
-                taken = int(read(group / used)) - _statistic(group / "memory.stat", droppable)
+            if (most := kernel_text(group / limit)).isdigit():
+                taken = int(kernel_text(group / used)) - _statistic(group / "memory.stat", droppable)
                 limits.append(MemoryLimit(int(most), max(taken, 0)))
     return min(limits, key=lambda found: found.limit_bytes - found.used_bytes, default=None)
 
@@ -41,8 +47,8 @@ def cpu_quota(root: Path = _ROOT) -> float | None:
     """Cores' worth of time the tightest quota allows; None without any. `root` is where `/proc` and `/sys` are."""
     quotas = []
     for group in _groups("cpu", root):
-        version_2 = read(group / "cpu.max").split()
-        version_1 = [read(group / "cpu.cfs_quota_us"), read(group / "cpu.cfs_period_us")]
+        version_2 = kernel_text(group / "cpu.max").split()
+        version_1 = [kernel_text(group / "cpu.cfs_quota_us"), kernel_text(group / "cpu.cfs_period_us")]
         for numbers in (version_2, version_1):
             if all(number.isdigit() for number in numbers) and len(numbers) == 2:
                 quotas.append(int(numbers[0]) / int(numbers[1]))
@@ -51,7 +57,7 @@ def cpu_quota(root: Path = _ROOT) -> float | None:
 
 def _groups(controller: str, root: Path) -> Iterator[Path]:
     """Folders of the groups this process is in, each with those above it; a container may see the top alone."""
-    for line in read(root / "proc/self/cgroup").splitlines():
+    for line in kernel_text(root / "proc/self/cgroup").splitlines():
         _, controllers, name = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
@@ -61,4 +67,4 @@ def _groups(controller: str, root: Path) -> Iterator[Path]:
 
 
 def _statistic(path: Path, name: str) -> int:
-    return next((int(line.split()[1]) for line in read(path).splitlines() if line.split()[0] == name), 0)
+    return next((int(line.split()[1]) for line in kernel_text(path).splitlines() if line.split()[0] == name), 0)
