@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import psutil
+import torch
 from accelerate.utils import convert_file_size_to_int
 
 from .cgroup import memory_limit
@@ -43,12 +44,31 @@ def parse_size(name: str, value: object) -> int:
     remedy = 'pass bytes as a whole number of at least 0, or text such as "8GiB" or "500MB"'
     if isinstance(value, str):
         try:
-            value = convert_file_size_to_int(value)
+            value = int(value) if value.isdecimal() else convert_file_size_to_int(value)
         except ValueError as error:
             raise ConfigurationError(f"{name}={value!r} is no size; {remedy}") from error
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise ConfigurationError(f"{name}={value!r} is no size; {remedy}")
     return value
+
+
+def parse_dtype(name: str | None) -> torch.dtype | None:
+    """The floating-point dtype called `name`; None for the default. Raises `ConfigurationError` for anything else."""
+    dtype = None if name is None else getattr(torch, name, None)
+    if name is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        return dtype
+    raise ConfigurationError(f'dtype={name!r} is none that models compute in; pass "bfloat16", "float16" or "float32"')
+
+
+def parse_rate(name: str, value: str) -> int:
+    """Bytes per second, from text such as "7GB/s". Raises `ConfigurationError` for anything else, and for 0."""
+    try:
+        rate = convert_file_size_to_int(value.removesuffix("/s"))
+    except ValueError as error:
+        raise ConfigurationError(f'{name}={value!r} is no rate; pass text such as "7GB/s" or "500MB/s"') from error
+    if not rate:
+        raise ConfigurationError(f"{name}={value!r} must be more than nothing")
+    return int(rate)
 
 
 def parse_host_budget(value: object) -> int:

@@ -156,6 +156,59 @@ def doctor(
         aside.print(draw_reads(found, chart), markup=False)
 
 
+@app.command()
+def estimate(
+    model: Annotated[str, typer.Argument(help="Folder with a config.json, or hub name.")],
+    context: Annotated[list[int] | None, typer.Option(help="Tokens cached; may be given several times.")] = None,
+    batch: Annotated[int, typer.Option(help="Batch rows.")] = 1,
+    quantization: Annotated[
+        list[str] | None,
+        typer.Option(help="none, int8, int4, int2 or float8; may be given several times."),
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="Of weights and cache; default: the config's.")] = None,
+    device_budget: Annotated[str, typer.Option(help="Blocks kept in device memory, such as 8GiB.")] = "0GB",
+    host_budget: Annotated[str, typer.Option(help="Blocks kept in host memory; auto: as the cache does.")] = "auto",
+    disk_budget: Annotated[str | None, typer.Option(help="Most bytes of shards; default: what the drive has.")] = None,
+    memory: Annotated[str | None, typer.Option(help="Free where the model computes; default: this machine's.")] = None,
+    nvme: Annotated[str | None, typer.Option(help="Rate of the drive, such as 7GB/s; default: measured.")] = None,
+    pcie: Annotated[str | None, typer.Option(help="Rate of the link, or none; default: measured.")] = None,
+    compute_ms: Annotated[float | None, typer.Option(help="A step's without paging; default: a rule.")] = None,
+    json_: Annotated[bool, typer.Option("--json", help="The same figures as JSON, and nothing else.")] = False,
+) -> None:
+    """Tell what paging a model's cache would cost, whether it pays, and the cheapest change if not.
+
+    From the config alone: nothing is downloaded but that, no weights are read.
+    """
+    from .errors import NVMeCacheError
+    from .estimate import Request, run
+
+    request = Request(
+        model=model,
+        contexts=context or [32_768, 131_072],
+        quantizations=quantization or ["none", "int8", "int4"],
+        batch_size=batch,
+        dtype=dtype,
+        device_budget=device_budget,
+        host_budget=host_budget,
+        disk_budget=disk_budget,
+        memory=memory,
+        nvme=nvme,
+        pcie=pcie,
+        compute_ms=compute_ms,
+    )
+    try:
+        report = run(request)
+    except NVMeCacheError as error:
+        Console(stderr=True).print(str(error), style="bold red", markup=False, soft_wrap=True)
+        raise typer.Exit(2) from error
+    if json_:
+        typer.echo(report.to_json())
+    else:
+        console = Console()
+        console.width = min(console.width, 80)
+        report.show(console)
+
+
 def _mib(nbytes: int) -> str:
     return f"{nbytes / 2**20:,.1f} MiB"
 

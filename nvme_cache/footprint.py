@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from huggingface_hub.errors import HFValidationError
 from transformers import AutoConfig, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
@@ -104,11 +105,13 @@ def read_config(model: str | os.PathLike[str]) -> PreTrainedConfig:
     Raises:
         ConfigurationError: there is none to be had.
     """
+    name = os.fspath(model)
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(model, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
+        reason = "there is no such folder" if isinstance(error.__cause__, HFValidationError) else _first_line(error)
         raise ConfigurationError(
-            f"no config of {os.fspath(model)!r}: {_first_line(error)}. Pass a folder with a config.json, or the id of "
+            f"no config of {name!r}: {reason}. Pass a folder with a config.json, or the id of "
             "a model on the hub that this machine can reach or has cached."
         ) from error
     return config

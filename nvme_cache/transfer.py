@@ -231,3 +231,8 @@ class _Reached:
 def transfer_for(device: torch.device) -> Transfer:
     """The way to move bytes to and from `device`."""
     return HostTransfer() if device.type == "cpu" else StreamTransfer(device)
+
+
+def accelerator() -> torch.device | None:
+    """The accelerator this process has, if any."""
+    return torch.accelerator.current_accelerator(check_available=True)

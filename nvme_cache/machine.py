@@ -1,0 +1,181 @@
+"""What a machine gives a model and its cache: drive, link, memory, compute; as told, else measured."""
+
+import math
+import shutil
+import statistics
+import time
+from contextlib import closing
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from .arguments import parse_rate, parse_size
+from .drive import Drive
+from .errors import ConfigurationError
+from .footprint import Footprint
+from .store import Store
+from .transfer import Transfer, accelerator, transfer_for
+
+_TEST_BYTES = 128 << 20  # more than processors cache
+_TEST_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a model and its cache have to run on.
+
+    Attributes:
+        nvme_bytes_per_s: What the drive reads.
+        pcie_bytes_per_s: What the link moves to the device; None where the model computes on the host.
+        copy_bytes_per_s: What copies in memory move where the model computes; None where nothing needs it.
+        compute_s: Seconds of compute per step; None for as long as reading weights and cache from memory takes.
+        memory_bytes: Free where the model computes; None if unknown.
+        host_bytes: Most that a host budget may be.
+        disk_bytes: Free for shards.
+        assumptions: Where each figure comes from, in words.
+    """
+
+    nvme_bytes_per_s: float
+    pcie_bytes_per_s: float | None
+    copy_bytes_per_s: float | None
+    compute_s: float | None
+    memory_bytes: int | None
+    host_bytes: int
+    disk_bytes: int
+    assumptions: tuple[str, ...] = ()
+
+    def step_compute_s(self, footprint: Footprint, context: int, batch_size: int) -> float:
+        """Seconds of compute per step without paging."""
+        if self.compute_s is not None:
+            return self.compute_s
+        assert self.copy_bytes_per_s is not None
+        cached = footprint.paged_token_bytes * context * batch_size + footprint.resident_bytes(context, batch_size)
+        # A copy reads and writes each byte: what only reads is twice as fast.
+        return (footprint.step_weight_bytes(batch_size) + cached) / (2 * self.copy_bytes_per_s)
+
+
+def machine_of(
+    *,
+    nvme: str | None,
+    pcie: str | None,
+    compute_ms: float | None,
+    memory: int | str | None,
+    disk_budget: int | str | None,
+) -> Machine:
+    """The machine as described; what is None is measured on this one.
+
+    Args:
+        nvme: Rate of the drive, such as "7GB/s".
+        pcie: Rate of the link, likewise; "none" if the model computes on the host.
+        compute_ms: Milliseconds of compute per step.
+        memory: Bytes free where the model computes, such as "24GiB".
+        disk_budget: Most bytes of shards, likewise.
+
+    Raises:
+        ConfigurationError: a figure is none.
+        OffloadDirectoryError: the default folder for shards cannot be used.
+    """
+    if compute_ms is not None and not 0 < compute_ms < math.inf:
+        raise ConfigurationError(f"compute_ms={compute_ms!r} must be milliseconds, more than 0")
+    here, host = accelerator(), torch.device("cpu")
+    said: list[str] = []
+    nvme_rate, disk_bytes = _drive(nvme, disk_budget, said)
+
+    pcie_rate: float | None = None
+    if pcie is None and here is not None:
+        pcie_rate = _link_rate(here)
+        said.append(f"link: {in_bytes(pcie_rate)}/s to {here}, measured")
+    elif pcie in (None, "none"):
+        here = None
+        said.append("link: none, the model computes on the host")
+    else:
+        pcie_rate = parse_rate("pcie", str(pcie))
+        said.append(f"link: {in_bytes(pcie_rate)}/s, as given")
+
+    device = here or host
+    copies: float | None = None
+    if compute_ms is None or pcie_rate is None:
+        copies = _copy_rate(device)
+    if compute_ms is not None:
+        said.append(f"compute: {compute_ms:g} ms a step, as given")
+    elif copies is not None:
+        said.append(
+            "compute: assumed, as the least it can be, to be the time to read weights and cache at "
+            f"{in_bytes(2 * copies)}/s, twice what a copy in memory moves ({device.type}); --compute-ms tells better"
+        )
+
+    memory_bytes: int | None = None
+    if memory is not None:
+        memory_bytes = parse_size("memory", memory)
+    elif here is not None or pcie_rate is None:
+        memory_bytes = _free_bytes(device)
+    else:
+        said.append("memory: not checked, for the device is not of this machine; give --memory for that")
+    return Machine(
+        nvme_bytes_per_s=nvme_rate,
+        pcie_bytes_per_s=pcie_rate,
+        copy_bytes_per_s=copies,
+        compute_s=None if compute_ms is None else compute_ms / 1e3,
+        memory_bytes=memory_bytes,
+        host_bytes=psutil.virtual_memory().available,
+        disk_bytes=disk_bytes,
+        assumptions=tuple(said),
+    )
+
+
+def _drive(nvme: str | None, disk_budget: int | str | None, said: list[str]) -> tuple[float, int]:
+    """Rate and room of the drive."""
+    room = None if disk_budget is None else parse_size("disk_budget", disk_budget)
+    if nvme is not None:
+        rate: float = parse_rate("nvme", nvme)
+        said.append(f"drive: {in_bytes(rate)}/s, as given")
+    if nvme is None or room is None:
+        with closing(Store(None, None)) as store:
+            if room is None:
+                room = shutil.disk_usage(store.path).free
+            if nvme is None:
+                rate = store.drive.read_bytes_per_s
+                how = "assumed, for it could not be tested" if store.drive == Drive() else "measured"
+                said.append(f"drive: {in_bytes(rate)}/s, {how} under {store.path.parent}")
+    return rate, room
+
+
+def in_bytes(nbytes: float) -> str:
+    """Bytes for people, in decimal units, as drives and links are sold."""
+    for factor, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if nbytes >= factor:
+            return f"{nbytes / factor:.3g} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def _copy_rate(device: torch.device) -> float:
+    """Bytes per second that copies within the device's memory move; each is read once and written once."""
+    transfer = transfer_for(device)
+    return _rate(transfer, transfer.device_memory(_TEST_BYTES), transfer.device_memory(_TEST_BYTES))
+
+
+def _link_rate(device: torch.device) -> float:
+    """Bytes per second that reach the device from pinned host memory."""
+    transfer = transfer_for(device)
+    return _rate(transfer, transfer.device_memory(_TEST_BYTES), transfer.host_memory(_TEST_BYTES))
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Bytes of the device's memory that are free now."""
+    if device.type == "cpu":
+        return int(psutil.virtual_memory().available)
+    return int(torch.get_device_module(device).mem_get_info(device)[0])
+
+
+def _rate(transfer: Transfer, target: torch.Tensor, source: torch.Tensor) -> float:
+    source.fill_(1)  # memory never written may all be one page
+    samples: list[float] = []
+    began = time.perf_counter()
+    while len(samples) < 3 or time.perf_counter() - began < _TEST_S:
+        started = time.perf_counter()
+        with transfer.side_stream(transfer.mark()):
+            transfer.copy(target, source)
+        transfer.record().synchronize()
+        samples.append(_TEST_BYTES / (time.perf_counter() - started))
+    return statistics.median(samples[1:])  # the first also faults the target in
