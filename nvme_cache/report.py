@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
+from .machine import in_bytes
 from .meter import Cause, Meter, Step
 
 _WIDTH = 80
@@ -196,7 +197,7 @@ class TaxReport:
             parts += [_table(title, "step", self.prefill.steps, self.prefill), _remarks(self.prefill, "step")]
         if not parts:
             return "Nothing measured yet: no step has been taken."
-        return Group(*parts, f"Written to the drive so far: {_size(self._written_bytes)}.")
+        return Group(*parts, f"Written to the drive so far: {in_bytes(self._written_bytes)}.")
 
     def __str__(self) -> str:
         console = Console(file=io.StringIO(), width=_WIDTH, color_system=None)
@@ -244,11 +245,11 @@ def _remarks(summary: Summary, unit: str) -> str:
         lines.append(f"P50 {1e3 * summary.p50_s:,.2f} ms, P95 {1e3 * summary.p95_s:,.2f} ms a token.")
     if summary.read_bytes:
         lines.append(
-            f"Read {_size(summary.read_bytes / max(count, 1))} a {unit} at {_size(summary.read_bytes_per_s)}/s; "
+            f"Read {in_bytes(summary.read_bytes / max(count, 1))} a {unit} at {in_bytes(summary.read_bytes_per_s)}/s; "
             f"{summary.hidden_share:.0%} of the background work was hidden."
         )
     if summary.copied_bytes:
-        lines.append(f"Copied {_size(summary.copied_bytes / max(count, 1))} a {unit} from memory.")
+        lines.append(f"Copied {in_bytes(summary.copied_bytes / max(count, 1))} a {unit} from memory.")
     lines.append(
         f"The floor: {1e3 * summary.floor_s / max(count, 1):,.2f} ms, set by {_BOUNDS[summary.bound]}; "
         f"efficiency {summary.efficiency:.2f}."
@@ -258,10 +259,3 @@ def _remarks(summary: Summary, unit: str) -> str:
 
 _BOUNDS = {"compute": "the model", "drive": "the drive"}
 
-
-def _size(nbytes: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if nbytes < 1000:
-            return f"{nbytes:,.0f} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:,.2f} GB"

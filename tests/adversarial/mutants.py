@@ -166,7 +166,8 @@ def uncovered() -> list[str]:
     """Lines of the package that synchronise and that no mutant takes out."""
     lines = []
     for path in sorted((ROOT / "nvme_cache").glob("*.py")):
-        if path.name == "transfer.py":  # the interface and its mapping to torch
+        # The interface and its mapping to torch; a measurement, whose waits order nothing.
+        if path.name in ("transfer.py", "machine.py"):
             continue
         text = path.read_text()
         spans = [
