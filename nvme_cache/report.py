@@ -57,11 +57,11 @@ class Summary:
     @classmethod
     def of(cls, steps: Sequence[Step]) -> "Summary":
         """The summary of at least one step."""
-        times = sorted(step.wall_s / _tokens(step) for step in steps if _tokens(step)) or [math.nan]
+        times = sorted(_wall_s(step) / _tokens(step) for step in steps if _tokens(step)) or [0.0]
         return cls(
             steps=len(steps),
             tokens=sum(map(_tokens, steps)),
-            wall_s=sum(step.wall_s for step in steps),
+            wall_s=sum(map(_wall_s, steps)),
             tax_s={cause: sum(step.tax_s[cause] for step in steps) for cause in Cause},
             read_bytes=sum(step.read_bytes for step in steps),
             copied_bytes=sum(step.copied_bytes for step in steps),
@@ -148,7 +148,7 @@ class TaxReport:
                 {
                     "past_length": step.past_length,
                     "tokens": _tokens(step),
-                    "wall_s": step.wall_s,
+                    "wall_s": _wall_s(step),
                     "tax_s": {str(cause): seconds for cause, seconds in step.tax_s.items()},
                     "read_bytes": step.read_bytes,
                     "copied_bytes": step.copied_bytes,
@@ -174,7 +174,7 @@ class TaxReport:
         steps = self._decode_steps
         figure = Figure(figsize=(8, 4), layout="constrained")
         axes = figure.subplots()
-        layers = {"compute": [step.wall_s - sum(step.tax_s.values()) for step in steps]}
+        layers = {"compute": [_wall_s(step) - sum(step.tax_s.values()) for step in steps]}
         layers |= {str(cause): [step.tax_s[cause] for step in steps] for cause in Cause}
         shown = {name: seconds for name, seconds in layers.items() if name == "compute" or any(seconds)}
         axes.stackplot(
@@ -223,6 +223,11 @@ def _tokens(step: Step) -> int:
     return step.new_length if step.kept_length is None else step.kept_length
 
 
+def _wall_s(step: Step) -> float:
+    # An accelerator may still be at work on the last step when the host is done with it.
+    return max(step.wall_s, sum(step.tax_s.values()))
+
+
 def _table(title: str, unit: str, count: int, summary: Summary) -> Table:
     title = f"{title}: {summary.tokens:,} tokens in {summary.steps:,} step{'s' * (summary.steps != 1)}"
     table = Table(title=title, title_justify="left", title_style="bold", box=None, show_header=True, pad_edge=False)
@@ -258,4 +263,3 @@ def _remarks(summary: Summary, unit: str) -> str:
 
 
 _BOUNDS = {"compute": "the model", "drive": "the drive"}
-

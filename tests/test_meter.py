@@ -205,6 +205,9 @@ def test_an_accelerators_own_time_decides(stood_s, drive_s, copy_s):
     assert tax[Cause.DRIVE] == pytest.approx(drive_s, rel=0.05)
     assert tax[Cause.COPY] == pytest.approx(copy_s, abs=0.01)
     assert sum(tax.values()) == pytest.approx(stood_s)
+    summary = TaxReport(meter).decode
+    assert summary.wall_s == pytest.approx(max(0.1, stood_s), rel=0.1)  # it may be at work for longer than its host
+    assert summary.compute_s >= 0
 
 
 def test_updates_are_booked_once_the_device_has_got_there():
