@@ -5,12 +5,11 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-import psutil
 import torch
-from accelerate.utils import convert_file_size_to_int
 
-from .cgroup import memory_limit
+from .cgroup import available_bytes
 from .errors import ConfigurationError
+from .units import parse_size
 
 if TYPE_CHECKING:  # importing it would start the compiler
     from transformers import PreTrainedModel
@@ -39,19 +38,6 @@ def parse_folder(value: str | os.PathLike[str] | None) -> Path | None:
     return None if value is None else Path(value)
 
 
-def parse_size(name: str, value: object) -> int:
-    """Bytes, from a number of them or from text such as "8GiB". Raises `ConfigurationError` for anything else."""
-    remedy = 'pass bytes as a whole number of at least 0, or text such as "8GiB" or "500MB"'
-    if isinstance(value, str):
-        try:
-            value = int(value) if value.isdecimal() else convert_file_size_to_int(value)
-        except ValueError as error:
-            raise ConfigurationError(f"{name}={value!r} is no size; {remedy}") from error
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ConfigurationError(f"{name}={value!r} is no size; {remedy}")
-    return value
-
-
 def parse_dtype(name: str | None) -> torch.dtype | None:
     """The floating-point dtype called `name`; None for the default. Raises `ConfigurationError` for anything else."""
     dtype = None if name is None else getattr(torch, name, None)
@@ -60,24 +46,10 @@ def parse_dtype(name: str | None) -> torch.dtype | None:
     raise ConfigurationError(f'dtype={name!r} is none that models compute in; pass "bfloat16", "float16" or "float32"')
 
 
-def parse_rate(name: str, value: str) -> int:
-    """Bytes per second, from text such as "7GB/s". Raises `ConfigurationError` for anything else, and for 0."""
-    try:
-        rate = convert_file_size_to_int(value.removesuffix("/s"))
-    except ValueError as error:
-        raise ConfigurationError(f'{name}={value!r} is no rate; pass text such as "7GB/s" or "500MB/s"') from error
-    if not rate:
-        raise ConfigurationError(f"{name}={value!r} must be more than nothing")
-    return int(rate)
-
-
 def parse_host_budget(value: object) -> int:
     """As `parse_size`; "auto" is a share of the memory that the machine, or the container, has left now."""
     if value == "auto":
-        available, limit = psutil.virtual_memory().available, memory_limit()
-        if limit is not None:
-            available = min(available, max(0, limit.limit_bytes - limit.used_bytes))
-        return int(available * _AUTO_HOST_SHARE)
+        return int(available_bytes() * _AUTO_HOST_SHARE)
     return parse_size("host_budget", value)
 
 

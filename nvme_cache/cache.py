@@ -15,13 +15,14 @@ from torch._compile import _disable_dynamo
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionCacheLayerMixin
 
-from .arguments import check_at_least, parse_count, parse_folder, parse_host_budget, parse_size
+from .arguments import check_at_least, parse_count, parse_folder, parse_host_budget
 from .errors import CacheMisuseError, NVMeCacheError
 from .guards import Forward, GenerateCall, Progress, Prompt, is_prefilling
 from .layers import NVMeLayer
 from .pager import Pager
 from .placement import ASSUMED_LAYERS, Budgets, Tier
 from .store import Store
+from .units import parse_size
 
 if TYPE_CHECKING:
     from .report import TaxReport
@@ -132,17 +133,23 @@ class OffloadedNVMeCache(DynamicCache):
             while self._grows and len(self.layers) <= layer_idx:
                 self.layers.append(NVMeLayer(self._pager, len(self.layers)))
             layer = self.layers[layer_idx]
-            if self._forward.begins_at(layer_idx):
-                past, count, frame = self._length(), key_states.shape[2], sys._getframe(1)
-                is_prefill = past == 0 or count > self._pager.block_size or is_prefilling(frame)
-                self._pager.meter.begin_step(past, count, is_prefill=is_prefill)
-                self._prompt.go_on(Progress.above(frame, self), past)
+            begins, meter, past = self._forward.begins_at(layer_idx), self._pager.meter, 0
+            if begins:
+                frame, past = sys._getframe(1), self._length()
+                progress = Progress.above(frame, self)
+                self._prompt.go_on(progress, past)
             self._forward.enter(layer_idx, _undo(layer), self)
+            if begins:
+                # Only `generate` says what is a prompt; elsewhere it is what comes in more than a block at once.
+                is_long = progress is None and key_states.shape[2] > self._pager.block_size
+                is_prefill = past == 0 or is_long or is_prefilling(frame)
+                meter.begin_step(past, key_states.shape[2], is_prefill=is_prefill)
             if isinstance(layer, NVMeLayer):
                 states = self._update_paged(layer, key_states, value_states)
             else:
                 states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
             self._forward.leave(layer_idx)
+            meter.go_on()
             return states
         finally:
             self._busy.release()
@@ -197,6 +204,7 @@ class OffloadedNVMeCache(DynamicCache):
         """Forgets every token; the cache may then be used for another prompt."""
         self._forward.reset()
         self._prompt.forget()
+        self._pager.meter.pause()
         super().reset()
 
     def close(self) -> None:
@@ -253,8 +261,8 @@ class OffloadedNVMeCache(DynamicCache):
     def _is_user_defined(self, value: bool) -> None:
         # `generate` sets this on every cache it is given, before anything else: the one sign that a new call begins.
         self._was_passed = value
-        self._pager.meter.pause()
         self._forward.check_thread(self)
+        self._pager.meter.pause()
         self._mend()
         if (call := GenerateCall.above(sys._getframe(1))) is not None:
             length = self._length()

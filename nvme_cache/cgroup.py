@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 _ROOT = Path("/")
 _MEMORY_FILES = (  # limit, use, and the part of the use that the kernel gives back at once
     ("memory.max", "memory.current", "inactive_file"),
@@ -38,9 +40,16 @@ def memory_limit(root: Path = _ROOT) -> MemoryLimit | None:
     for group in _groups("memory", root):
         for limit, used, droppable in _MEMORY_FILES:
             if (most := kernel_text(group / limit)).isdigit():
-                taken = int(kernel_text(group / used)) - _statistic(group / "memory.stat", droppable)
+                held = kernel_text(group / used)
+                taken = int(held) - _statistic(group / "memory.stat", droppable) if held.isdigit() else 0
                 limits.append(MemoryLimit(int(most), max(taken, 0)))
     return min(limits, key=lambda found: found.limit_bytes - found.used_bytes, default=None)
+
+
+def available_bytes() -> int:
+    """Memory that the machine, or the container, can give now without swapping."""
+    available, limit = psutil.virtual_memory().available, memory_limit()
+    return int(available if limit is None else min(available, max(0, limit.limit_bytes - limit.used_bytes)))
 
 
 def cpu_quota(root: Path = _ROOT) -> float | None:
@@ -58,8 +67,9 @@ def cpu_quota(root: Path = _ROOT) -> float | None:
 def _groups(controller: str, root: Path) -> Iterator[Path]:
     """Folders of the groups this process is in, each with those above it; a container may see the top alone."""
     for line in kernel_text(root / "proc/self/cgroup").splitlines():
-        _, controllers, name = line.split(":", 2)
-        if controllers and controller not in controllers.split(","):
+        _, separator, rest = line.partition(":")
+        controllers, colon, name = rest.partition(":")
+        if not (separator and colon) or (controllers and controller not in controllers.split(",")):
             continue
         top = root / "sys/fs/cgroup" / (controller if controllers else "")
         own = top / name.lstrip("/")

@@ -64,12 +64,12 @@ def _test(folder: Path) -> Drive:
     try:
         descriptor = io.open_file(path, direct=True, create=True)
         try:
+            path.unlink()  # nothing stays, whatever happens
             io.preallocate(descriptor, TEST_BYTES)
             io.write_all(descriptor, [buffer.view], 0)
             return _fastest(descriptor, buffer.view)
         finally:
             os.close(descriptor)
-            path.unlink()
     except OSError as error:
         logger.info("cannot test the drive under %s: %s", folder, error)
         return Drive()

@@ -16,12 +16,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from .arguments import check_at_least, parse_dtype, parse_host_budget, parse_size
+from .arguments import check_at_least, parse_dtype, parse_host_budget
 from .drive import Drive
 from .footprint import Footprint, footprint_of, read_config
-from .machine import Machine, in_bytes, machine_of
+from .machine import Machine, machine_of
 from .placement import Budgets, Tier, place
 from .tax import Prediction, predict, stored_bytes
+from .units import in_bytes, parse_size
 
 ACCEPTABLE_TAX = 0.3  # share of compute: the most that teams put up with, says the article the project starts from
 LOOKUP_TOKENS = 2.0  # a sweep, with prompt lookup where answers quote the prompt

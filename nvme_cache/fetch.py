@@ -161,7 +161,7 @@ class Filler:
         """
         while reads:  # a task that is done must hold no shard: its file may have to go now
             read = reads.pop(0)
-            with self.meter.phase(Cause.DRIVE):
+            with self.meter.phase(Cause.DRIVE, works=False):
                 try:
                     read.shard.written.result()
                 except NVMeCacheError as error:
@@ -187,7 +187,7 @@ class Filler:
                 read.shard.verify(read.sections, views)
 
     def _read_staged(self, read: Read, after: Event) -> None:
-        with self.meter.phase(Cause.STAGING):
+        with self.meter.phase(Cause.STAGING, works=False):
             buffer = self.staging.acquire(sum(section.padded_nbytes for section in read.sections))
         try:
             views, residents, at = [], [], 0

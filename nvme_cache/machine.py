@@ -7,15 +7,15 @@ import time
 from contextlib import closing
 from dataclasses import dataclass
 
-import psutil
 import torch
 
-from .arguments import parse_rate, parse_size
+from .cgroup import available_bytes
 from .drive import Drive
 from .errors import ConfigurationError
 from .footprint import Footprint
 from .store import Store
 from .transfer import Transfer, accelerator, transfer_for
+from .units import in_bytes, parse_rate, parse_size
 
 _TEST_BYTES = 128 << 20  # more than processors cache
 _TEST_S = 0.1
@@ -118,7 +118,7 @@ def machine_of(
         copy_bytes_per_s=copies,
         compute_s=None if compute_ms is None else compute_ms / 1e3,
         memory_bytes=memory_bytes,
-        host_bytes=psutil.virtual_memory().available,
+        host_bytes=available_bytes(),
         disk_bytes=disk_bytes,
         assumptions=tuple(said),
     )
@@ -141,14 +141,6 @@ def _drive(nvme: str | None, disk_budget: int | str | None, said: list[str]) -> 
     return rate, room
 
 
-def in_bytes(nbytes: float) -> str:
-    """Bytes for people, in decimal units, as drives and links are sold."""
-    for factor, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if nbytes >= factor:
-            return f"{nbytes / factor:.3g} {unit}"
-    return f"{nbytes:.0f} B"
-
-
 def _copy_rate(device: torch.device) -> float:
     """Bytes per second that copies within the device's memory move; each is read once and written once."""
     transfer = transfer_for(device)
@@ -164,7 +156,7 @@ def _link_rate(device: torch.device) -> float:
 def _free_bytes(device: torch.device) -> int:
     """Bytes of the device's memory that are free now."""
     if device.type == "cpu":
-        return int(psutil.virtual_memory().available)
+        return available_bytes()
     return int(torch.get_device_module(device).mem_get_info(device)[0])
 
 

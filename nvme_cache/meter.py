@@ -17,7 +17,6 @@ from enum import StrEnum
 from .transfer import Timestamp
 
 _MOST_STEPS = 65536  # remembered one by one
-_MOST_PHASES = 64  # a thread: more than it goes through while one layer is waited for
 
 
 class Cause(StrEnum):
@@ -48,7 +47,7 @@ class Step:
         read_bytes: Read from the drive meanwhile.
         copied_bytes: Copied into slots from other tiers.
         busy_s: Seconds of it during which background threads worked.
-        reading_s: Seconds of it during which they read.
+        reading_s: Seconds of it during which they read the drive.
         kept_length: How many of its tokens the next one found still cached; None if none followed at once.
     """
 
@@ -98,21 +97,29 @@ class Meter:
         self.steps: deque[Step] = deque(maxlen=_MOST_STEPS)
         self._step: Step | None = None
         self._before = 0.0, 0.0
+        self._update_began_s = 0.0
         self._waits_s = dict.fromkeys(Cause, 0.0)
         self._updates: deque[_Update] = deque()
         self._own = threading.local()
         self._mutex = threading.Lock()
+        self._settling = threading.Lock()
         self._busy: dict[Cause | None, _Busy] = {cause: _Busy() for cause in (None, *Cause)}
 
     def begin_step(self, past_length: int, new_length: int, *, is_prefill: bool) -> None:
         """A forward begins: it ends the one before."""
-        now = time.perf_counter()
-        if self._step is not None:
-            self._goes_on(self._step, now)
-            self._step.kept_length = max(0, past_length - self._step.past_length)
-        self._step = Step(is_prefill, past_length, new_length, now)
+        before = self._step
+        self.go_on()
+        if before is not None:
+            before.kept_length = max(0, past_length - before.past_length)
+        self._step = step = Step(is_prefill, past_length, new_length, time.perf_counter())
         self._before = self.busy_s(), self.busy_s(Cause.DRIVE)
-        self.steps.append(self._step)
+        self.steps.append(step)
+
+    def go_on(self) -> None:
+        """The step under way has come to here."""
+        if (step := self._step) is not None:
+            step.wall_s = time.perf_counter() - step.began_s
+            step.busy_s, step.reading_s = self.busy_s() - self._before[0], self.busy_s(Cause.DRIVE) - self._before[1]
 
     def pause(self) -> None:
         """What comes before the next forward is not part of this one."""
@@ -122,7 +129,7 @@ class Meter:
     def update(self, timestamp: Callable[[], Timestamp]) -> Iterator[None]:
         """An update of a paged layer goes on inside; `timestamp` tells how far the layer's device has got."""
         began_s, began, read_bytes, copied_bytes = time.perf_counter(), timestamp(), self.read_bytes, self.copied_bytes
-        self._waits_s = dict.fromkeys(Cause, 0.0)
+        self._update_began_s, self._waits_s = began_s, dict.fromkeys(Cause, 0.0)
         try:
             yield
         finally:
@@ -131,7 +138,6 @@ class Meter:
                 host_s[Cause.SOFTWARE] += now - began_s - sum(host_s.values())
                 self._updates.append(_Update(step, host_s, began, ended))
                 self.settle(wait=False)
-                self._goes_on(step, now)
                 step.read_bytes += self.read_bytes - read_bytes
                 step.copied_bytes += self.copied_bytes - copied_bytes
 
@@ -141,31 +147,43 @@ class Meter:
             self._waits_s[cause] += seconds
 
     @contextmanager
-    def phase(self, cause: Cause) -> Iterator[None]:
-        """What a background thread does inside is `cause`; phases do not nest."""
+    def phase(self, cause: Cause, *, works: bool = True) -> Iterator[None]:
+        """What a background thread does inside is `cause`: work, or else waiting. Phases do not nest."""
         phase = Phase(cause, time.perf_counter())
-        self._count(phase, 1, phase.began_s)
+        if works:
+            self._count(phase, 1, phase.began_s)
         try:
             yield
         finally:
             phase.ended_s = time.perf_counter()
-            self._count(phase, -1, phase.ended_s)
-            self.phases().append(phase)
+            if works:
+                self._count(phase, -1, phase.ended_s)
+            phases = self.phases()
+            phases.append(phase)
+            while phases[0].ended_s < self._update_began_s:  # nobody waits for that any more
+                phases.popleft()
 
     def phases(self) -> deque[Phase]:
-        """What this thread did last, oldest first."""
+        """What this thread has done since the present update began, oldest first, and maybe something before."""
         if not hasattr(self._own, "phases"):
-            self._own.phases = deque(maxlen=_MOST_PHASES)
+            self._own.phases = deque()
         phases: deque[Phase] = self._own.phases
         return phases
 
     def busy_s(self, cause: Cause | None = None) -> float:
         """Seconds during which at least one background thread did `cause`; anything at all if it is None."""
-        with self._mutex:
-            return self._busy[cause].until(time.perf_counter())
+        return self._busy[cause].until(time.perf_counter())
 
     def settle(self, *, wait: bool) -> None:
         """Books the updates that devices have got behind; all of them, waiting for the devices, if `wait` is set."""
+        if not self._settling.acquire(blocking=wait):
+            return  # another thread is asking for a report
+        try:
+            self._settle(wait=wait)
+        finally:
+            self._settling.release()
+
+    def _settle(self, *, wait: bool) -> None:
         while self._updates:
             update = self._updates[0]
             if not wait and not update.ended.is_reached():
@@ -179,10 +197,6 @@ class Meter:
                 update.step.tax_s[cause] += seconds * share
             update.step.tax_s[Cause.COPY] += max(0.0, took_s - host_s)
 
-    def _goes_on(self, step: Step, now: float) -> None:
-        step.wall_s = now - step.began_s
-        step.busy_s, step.reading_s = self.busy_s() - self._before[0], self.busy_s(Cause.DRIVE) - self._before[1]
-
     def _count(self, phase: Phase, change: int, now: float) -> None:
         with self._mutex:
             for busy in (self._busy[phase.cause], self._busy[None]):
@@ -190,21 +204,23 @@ class Meter:
 
 
 class _Busy:
-    """The length of a union of intervals."""
+    """The length of a union of intervals; read without a lock, which a fork could leave taken."""
 
     def __init__(self) -> None:
-        self._total_s = self._since_s = 0.0
-        self._count = 0
+        self._state = 0.0, 0, 0.0  # the length so far, intervals open, since when any is
 
     def until(self, now: float) -> float:
-        return self._total_s + (now - self._since_s if self._count else 0.0)
+        total_s, count, since_s = self._state
+        return total_s + (max(0.0, now - since_s) if count else 0.0)
 
     def change(self, change: int, now: float) -> None:
-        if self._count == 0:
-            self._since_s = now
-        self._count += change
-        if self._count == 0:
-            self._total_s += now - self._since_s
+        total_s, count, since_s = self._state
+        if count == 0:
+            self._state = total_s, change, now
+        elif count + change:
+            self._state = total_s, count + change, since_s
+        else:
+            self._state = total_s + now - since_s, 0, now
 
 
 def split(began_s: float, ended_s: float, phases: Sequence[Phase]) -> dict[Cause, float]:

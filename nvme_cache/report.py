@@ -6,15 +6,15 @@ import math
 import os
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
-from .machine import in_bytes
 from .meter import Cause, Meter, Step
+from .units import in_bytes
 
 _WIDTH = 80
 _MEANING = {
@@ -39,7 +39,7 @@ class Summary:
         copied_bytes: Copied into slots from other tiers.
         busy_s: Seconds during which background threads worked.
         reading_s: Seconds during which they read.
-        p50_s: Median seconds per token.
+        p50_s: Median seconds per token; 0 if no token was kept.
         p95_s: The same, exceeded by one step in twenty.
     """
 
@@ -131,7 +131,7 @@ class TaxReport:
 
     def __init__(self, meter: Meter) -> None:
         meter.settle(wait=True)
-        steps = list(meter.steps)
+        steps = [replace(step, tax_s=dict(step.tax_s)) for step in meter.steps]
         self._decode_steps = [step for step in steps if not step.is_prefill]
         prefill_steps = [step for step in steps if step.is_prefill]
         self.prefill = Summary.of(prefill_steps) if prefill_steps else None
@@ -159,12 +159,13 @@ class TaxReport:
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
         """Writes `to_dict()` to a file."""
-        Path(path).write_text(json.dumps(self.to_dict(), indent=1))
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1, allow_nan=False))
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draws where each generating step's time went, stacked, into an image file.
 
         Raises:
+            ValueError: there is none.
             ImportError: matplotlib is not installed; the message has the command.
         """
         try:
@@ -172,18 +173,19 @@ class TaxReport:
         except ImportError as error:
             raise ImportError("drawing needs matplotlib: pip install 'nvme-cache[bench]'") from error
         steps = self._decode_steps
+        if not steps:
+            raise ValueError("nothing to draw: no token has been generated yet")
         figure = Figure(figsize=(8, 4), layout="constrained")
         axes = figure.subplots()
         layers = {"compute": [_wall_s(step) - sum(step.tax_s.values()) for step in steps]}
         layers |= {str(cause): [step.tax_s[cause] for step in steps] for cause in Cause}
         shown = {name: seconds for name, seconds in layers.items() if name == "compute" or any(seconds)}
-        axes.stackplot(
-            [step.past_length for step in steps],
-            [[1e3 * value for value in seconds] for seconds in shown.values()],
-            labels=list(shown),
-            colors=[_COLOURS[name] for name in shown],
-        )
-        axes.set(xlabel="tokens in the cache", ylabel="ms a step", title="Where the time went", ylim=(0, None))
+        bottom = [0.0] * len(steps)
+        for name, seconds in shown.items():
+            heights = [1e3 * value for value in seconds]
+            axes.bar(range(len(steps)), heights, bottom=bottom, width=1.0, label=name, color=_COLOURS[name])
+            bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+        axes.set(xlabel="step", ylabel="ms a step", title="Where the time went", ylim=(0, None))
         axes.margins(x=0)
         axes.legend(loc="lower right", reverse=True)
         figure.savefig(path, dpi=120)
@@ -237,7 +239,8 @@ def _table(title: str, unit: str, count: int, summary: Summary) -> Table:
     rows = {"the model": summary.compute_s} | {_MEANING[cause]: summary.tax_s[cause] for cause in Cause}
     for name, seconds in rows.items():
         if seconds or name in ("the model", _MEANING[Cause.DRIVE], _MEANING[Cause.SOFTWARE]):
-            table.add_row(name, f"{1e3 * seconds / max(count, 1):,.2f}", f"{seconds / summary.wall_s:.1%}")
+            share = seconds / summary.wall_s if summary.wall_s else 0.0
+            table.add_row(name, f"{1e3 * seconds / max(count, 1):,.2f}", f"{share:.1%}")
     table.add_row("together", f"{1e3 * summary.wall_s / max(count, 1):,.2f}", "", style="bold")
     return table
 

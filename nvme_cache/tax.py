@@ -20,6 +20,7 @@ Bound: TypeAlias = Literal["compute", "nvme", "pcie"]
 # Bits per number with its share of scales: one bf16 scale for 128 numbers of 8 bits, a bf16 scale and shift for 64 of
 # fewer.
 _BITS: dict[str, float] = {"int8": 8.125, "int4": 4.5, "int2": 2.5, "float8": 8.125}
+_ROUNDING = 1e-9  # what sums of shares may be off
 _RATED_BYTES = 600e12  # terabytes written that a common 1 TB drive is rated for
 
 
@@ -158,13 +159,21 @@ def predict(
         ConfigurationError: a share is not one, a rate is not positive, or `model` has no footprint.
     """
     _check_shares(device_share, host_share, selected_share)
-    if min(nvme_bytes_per_s, math.inf if pcie_bytes_per_s is None else pcie_bytes_per_s, compute_s) <= 0:
-        raise ConfigurationError("nvme_bytes_per_s, pcie_bytes_per_s and compute_s must be greater than 0")
+    _check_positive(
+        context=context, batch_size=batch_size, compute_s=compute_s, nvme_bytes_per_s=nvme_bytes_per_s,
+        pcie_bytes_per_s=1.0 if pcie_bytes_per_s is None else pcie_bytes_per_s,
+        tokens_per_sweep=tokens_per_sweep, rated_bytes=rated_bytes,
+    )  # fmt: skip
+    _check_at_least_0(
+        nvme_latency_s=nvme_latency_s, software_s=software_s, compute_cores=compute_cores,
+        read_cpu_s_per_byte=read_cpu_s_per_byte, copy_cpu_s_per_byte=copy_cpu_s_per_byte,
+    )  # fmt: skip
     footprint = _footprint(model, dtype)
     token_bytes = stored_bytes(footprint.paged_token_elements, footprint.paged_token_bytes, quantization)
     sealed_bytes = token_bytes * context * batch_size
     device_bytes, host_bytes = sealed_bytes * device_share, sealed_bytes * host_share
-    nvme_bytes = sealed_bytes * max(0.0, 1 - device_share - host_share)
+    rest = 1 - device_share - host_share
+    nvme_bytes = sealed_bytes * rest if rest > _ROUNDING else 0.0
     read_bytes, copied_bytes = nvme_bytes * selected_share, (device_bytes + host_bytes) * selected_share
     transferred_bytes = 0.0 if pcie_bytes_per_s is None else (nvme_bytes + host_bytes) * selected_share
     num_layers = len(footprint.paged)
@@ -206,8 +215,20 @@ def _check_shares(device_share: float, host_share: float, selected_share: float)
     for name, value in shares.items():
         if not 0 <= value <= 1:
             raise ConfigurationError(f"{name}={value!r} must be between 0 and 1")
-    if device_share + host_share > 1 + 1e-9:
+    if device_share + host_share > 1 + _ROUNDING:
         raise ConfigurationError(f"device_share={device_share!r} and host_share={host_share!r} are more than all")
+
+
+def _check_positive(**values: float) -> None:
+    for name, value in values.items():
+        if not value > 0:  # false for NaN too
+            raise ConfigurationError(f"{name}={value!r} must be greater than 0")
+
+
+def _check_at_least_0(**values: float) -> None:
+    for name, value in values.items():
+        if not value >= 0:
+            raise ConfigurationError(f"{name}={value!r} must be at least 0")
 
 
 def _footprint(model: Footprint | PreTrainedConfig | str | os.PathLike[str], dtype: torch.dtype | None) -> Footprint:

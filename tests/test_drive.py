@@ -8,7 +8,7 @@ import psutil
 import pytest
 import torch
 
-from nvme_cache import OffloadedNVMeCache, arguments, drive, io
+from nvme_cache import OffloadedNVMeCache, arguments, cgroup, drive, io
 from nvme_cache.cgroup import MemoryLimit
 from nvme_cache.drive import TEST_BYTES, Drive
 from nvme_cache.transfer import HostTransfer
@@ -81,6 +81,13 @@ def test_the_test_keeps_to_the_disk_budget(budget, offload_dir, untested):
     assert untested == {}
 
 
+def test_where_reads_go_through_the_page_cache_there_is_no_test(offload_dir, untested, monkeypatch):
+    monkeypatch.setattr("nvme_cache.io.supports_direct", lambda folder: False)
+    with OffloadedNVMeCache(offload_dir=offload_dir) as cache:
+        assert cache._pager._store.drive == Drive()
+    assert untested == {}
+
+
 def test_direct_io_that_is_taken_and_then_cached_does_not_count(tmp_path, monkeypatch):
     if not io.supports_direct(tmp_path):
         pytest.skip("no O_DIRECT here")
@@ -117,9 +124,13 @@ def test_small_layers_are_fetched_further_ahead(options, tokens, depth, make_cac
 
 @pytest.mark.parametrize(("limit", "used", "budget"), [(8 << 30, 6 << 30, 1 << 30), (1 << 60, 0, None), (5, 9, 0)])
 def test_half_of_what_the_container_has_left_is_the_default_host_budget(limit, used, budget, monkeypatch):
-    monkeypatch.setattr(arguments, "memory_limit", lambda: MemoryLimit(limit, used))
+    monkeypatch.setattr(cgroup, "memory_limit", lambda: MemoryLimit(limit, used))
     free = psutil.virtual_memory().available
     assert arguments.parse_host_budget("auto") == pytest.approx(free / 2 if budget is None else budget, rel=0.1)
+
+
+def test_a_machine_without_control_groups_has_no_limit(tmp_path):
+    assert cgroup.memory_limit(tmp_path) is cgroup.cpu_quota(tmp_path) is None
 
 
 @pytest.mark.parametrize("nbytes", [1, 4097, 2 * MIB, 5 * MIB + 1])

@@ -2,14 +2,16 @@
 
 import importlib.util
 import json
+import threading
 import time
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers.generation.streamers import BaseStreamer
 
-from nvme_cache import io
+from nvme_cache import CacheMisuseError, io
 from nvme_cache.buffers import StagingPool
 from nvme_cache.fetch import Target
 from nvme_cache.layers import NVMeLayer
@@ -137,6 +139,50 @@ def test_fully_hidden_reads_cost_nothing_but_software(make_cache, delay):
     assert step.reading_s > LAYERS * 0.02 * 0.95
 
 
+@pytest.mark.parametrize("shards", [1, 40])
+def test_a_layer_of_many_shards_is_told_apart_too(shards, make_cache, delay):
+    cache = make_cache(config=tiny_model().config, block_size=16, prefetch_depth=0, io_threads=1)
+    for _ in range(shards):
+        forward(cache, 16)
+    cache._pager.flush()
+    seconds = 0.2 / shards
+    before = cache._pager.meter.steps[-1]
+    delay(Cause.DRIVE, seconds)
+    forward(cache, 1)
+    step = cache._pager.meter.steps[-1]
+    assert step is not before
+    assert step.tax_s[Cause.DRIVE] >= LAYERS * 0.2 * 0.95
+    assert sum(step.tax_s.values()) - step.tax_s[Cause.DRIVE] < LAYERS * 0.2 * 0.3
+
+
+def test_phases_nobody_waits_for_any_more_are_forgotten(make_cache):
+    cache = filled(make_cache, io_threads=1)
+    for _ in range(50):
+        forward(cache, 1)
+    [phases] = cache._pager._readers.map(lambda _: cache._pager.meter.phases(), [0])
+    assert 0 < len(phases) < 50  # a few of each of the four shards that a layer has by now
+
+
+def test_readers_that_wait_for_staging_buffers_say_so(make_cache, delay):
+    cache = filled(make_cache)  # rows shorter than a page go through staging
+    delay(Cause.STAGING)
+    forward(cache, 1)
+    summary = cache.tax.decode
+    assert LAYERS * DELAY_S * 0.99 <= summary.tax_s[Cause.STAGING] < 1.25 * LAYERS * DELAY_S
+    assert summary.busy_s < 0.1 * LAYERS * DELAY_S  # waiting is no work
+
+
+def test_waiting_for_a_write_is_waiting_for_the_drive_but_no_reading(make_cache, monkeypatch):
+    # Rows of a page: the drive fills the slot itself, and no read waits for a staging buffer.
+    cache, write = make_cache(config=tiny_model().config, block_size=64), io.write_all
+    monkeypatch.setattr(io, "write_all", lambda *args: (time.sleep(0.1), write(*args)))
+    forward(cache, 64)
+    forward(cache, 1)
+    summary = cache.tax.decode
+    assert summary.tax_s[Cause.DRIVE] > 0.15  # two of four writes: the prompt waited for buffers of the others
+    assert summary.reading_s < 0.05
+
+
 def test_bytes_by_tier(make_cache):
     layer_bytes = 64 * 2 * 2 * 16 * 4
     cache = filled(make_cache, host_budget=LAYERS * layer_bytes // 4)
@@ -162,6 +208,104 @@ def test_prompts_and_generated_tokens_are_told_apart(options, generated, make_ca
         assert 0 <= sum(kept) - generated * (turn + 1) <= 3 * (turn + 1)
     assert cache.tax.prefill.tokens == 120
     assert cache.tax.decode.tokens == sum(kept)
+
+
+@pytest.mark.parametrize(("length", "is_prefill"), [(1, False), (16, False), (17, True)])
+def test_outside_generate_more_than_a_block_is_a_prompt(length, is_prefill, make_cache):
+    cache = filled(make_cache)
+    forward(cache, length)
+    assert cache._pager.meter.steps[-1].is_prefill == is_prefill
+
+
+def test_proposals_of_more_than_a_block_are_no_prompt(make_cache):
+    model = tiny_model()
+    cache = make_cache(config=model.config, block_size=4)
+    ids = prompt(20).repeat(1, 2)
+    model.generate(ids, **{cache_argument(model): cache}, max_new_tokens=24, prompt_lookup_num_tokens=10)
+    steps = cache._pager.meter.steps
+    assert max(step.new_length for step in list(steps)[1:]) > 4
+    assert [step.is_prefill for step in steps] == [True] + [False] * (len(steps) - 1)
+
+
+def test_a_reset_ends_what_was_measured(make_cache):
+    cache = filled(make_cache)
+    began = time.perf_counter()
+    for _ in range(3):
+        forward(cache, 1)
+        cache.reset()
+        time.sleep(0.2)
+        forward(cache, 40)
+    elapsed_s, report = time.perf_counter() - began, cache.tax
+    assert report.decode.tokens == 3
+    assert report.decode.wall_s + report.prefill.wall_s < elapsed_s - 0.6 + 0.1
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_models_without_paged_layers_have_a_report_too(tokens, make_cache):
+    model = tiny_model("mistral")
+    cache = make_cache(config=model.config)
+    model.generate(prompt(40), **{cache_argument(model): cache}, max_new_tokens=tokens, do_sample=False)
+    report = cache.tax
+    assert "the model" in str(report)
+    assert report.prefill.total_tax_s == 0 < report.prefill.wall_s
+
+
+def test_a_refused_call_from_another_thread_leaves_the_figures_alone(make_cache):
+    model = tiny_model()
+    cache = make_cache(config=model.config, block_size=16)
+    errors = []
+
+    class Intruder(BaseStreamer):
+        def put(self, value):
+            if not cache.get_seq_length():
+                return  # the prompt, before anything is computed
+            thread = threading.Thread(target=self.intrude)
+            thread.start()
+            thread.join()
+
+        def end(self):
+            pass
+
+        def intrude(self):
+            try:
+                model.generate(prompt(40), **{cache_argument(model): cache}, max_new_tokens=2)
+            except CacheMisuseError as error:
+                errors.append(error)
+
+    ids = prompt(40)
+    model.generate(ids, **{cache_argument(model): cache}, max_new_tokens=6, do_sample=False, streamer=Intruder())
+    assert errors
+    assert [step.kept_length for step in cache._pager.meter.steps] == [40, 1, 1, 1, 1, None]
+
+
+def test_reports_may_be_asked_for_while_updates_go_on():
+    meter, stop, errors = Meter(), threading.Event(), []
+    meter.begin_step(0, 1, is_prefill=False)
+
+    class Slow(Moment):
+        def is_reached(self):
+            time.sleep(0)  # another thread's turn
+            return True
+
+    def ask():
+        while not stop.is_set():
+            try:
+                TaxReport(meter)
+            except Exception as error:
+                errors.append(error)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        for _ in range(2000):
+            with meter.update(lambda: Slow(time.perf_counter())):
+                pass
+    finally:
+        stop.set()
+        asking.join()
+    assert not errors
+    meter.settle(wait=True)
+    assert not meter._updates
 
 
 def test_time_between_two_calls_is_nobodys(make_cache):
@@ -201,6 +345,7 @@ def test_an_accelerators_own_time_decides(stood_s, drive_s, copy_s):
     with meter.update(lambda: next(moments)):
         time.sleep(0.1)
         meter.waited({Cause.DRIVE: 0.1})
+    meter.go_on()
     tax = TaxReport(meter).decode.tax_s
     assert tax[Cause.DRIVE] == pytest.approx(drive_s, rel=0.05)
     assert tax[Cause.COPY] == pytest.approx(copy_s, abs=0.01)
@@ -279,6 +424,21 @@ def test_its_json_adds_up(report, tmp_path):
     assert decode["p50_s"] == sorted(step["wall_s"] for step in steps)[2]
     assert decode["p95_s"] == max(step["wall_s"] for step in steps)
     assert figures["written_bytes"] == LAYERS * 64 * 2 * 2 * 16 * 4
+
+
+def test_a_report_is_a_snapshot(make_cache):
+    cache = filled(make_cache)
+    forward(cache, 1)
+    report = cache.tax
+    before = json.dumps(report.to_dict())
+    forward(cache, 1)
+    assert json.dumps(report.to_dict()) == before
+
+
+def test_there_must_be_something_to_draw(make_cache, tmp_path):
+    pytest.importorskip("matplotlib")
+    with pytest.raises(ValueError, match="no token has been generated"):
+        make_cache().tax.plot(tmp_path / "tax.png")
 
 
 def test_it_draws_or_says_what_is_missing(report, tmp_path):

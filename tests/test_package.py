@@ -16,6 +16,7 @@ import nvme_cache
 PACKAGE = Path(nvme_cache.__file__).parent
 LEVELS = [
     {"cgroup", "errors", "io", "placement"},
+    {"units"},
     {"arguments", "guards", "transfer"},
     {"buffers", "footprint", "meter"},
     {"drive", "shards", "tax"},

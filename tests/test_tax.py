@@ -134,6 +134,12 @@ def test_a_config_or_a_folder_will_do(tmp_path):
         ({"device_share": 0.6, "host_share": 0.5}, "device_share=0.6 and host_share=0.5"),
         ({"selected_share": 1.5}, "selected_share=1.5"),
         ({"nvme_bytes_per_s": 0.0}, "nvme_bytes_per_s"),
+        ({"nvme_bytes_per_s": math.nan}, "nvme_bytes_per_s"),
+        ({"compute_s": math.nan}, "compute_s"),
+        ({"context": -5}, "context=-5"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"tokens_per_sweep": -1.0}, "tokens_per_sweep=-1"),
+        ({"nvme_latency_s": -1.0}, "nvme_latency_s=-1"),
         ({"quantization": "int3"}, "quantization='int3'.*int8, int4, int2, float8"),
         ({"dtype": torch.float16}, "dtype=torch.float16"),
     ],
@@ -182,3 +188,15 @@ def test_no_tax_on_what_lies_on_the_device(plan):
     prediction = predict(LLAMA, **plan)
     assert prediction.tax_s == 0
     assert prediction.bound == "compute"
+
+
+def test_shares_that_add_up_to_one_leave_nothing_on_the_drive():
+    """0.7 and 0.3 do not quite, in floating point."""
+    footprint = Footprint((LayerFootprint(True, 1024, 1024, 1024),), 0, 0)
+    found = predict(
+        footprint, context=4096, compute_s=0.001, nvme_bytes_per_s=1e9, nvme_latency_s=0.01, device_share=0.7,
+        host_share=0.3,
+    )  # fmt: skip
+    assert found.nvme_bytes == 0
+    assert found.prompts_per_drive == math.inf
+    assert found.step_s == 0.001
