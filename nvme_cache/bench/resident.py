@@ -6,11 +6,10 @@ import torch
 from transformers import DynamicCache, LlamaConfig
 
 from nvme_cache.buffers import shaped
+from nvme_cache.drive import Drive
 from nvme_cache.transfer import transfer_for
 
 from .models import state_shape, token_bytes
-
-_BUFFERS = 3  # as many as the paged cache has slots: attention finds as little of them in the processor's caches
 
 
 class ResidentCache(DynamicCache):
@@ -29,13 +28,15 @@ class ResidentCache(DynamicCache):
         shape = (2, *state_shape(config, length + spare))
         nbytes = (length + spare) * token_bytes(config)
         memory = transfer_for(torch.device("cpu")).host_memory
-        self._buffers = [shaped(memory(nbytes), shape, torch.bfloat16).normal_() for _ in range(_BUFFERS)]
+        # As many as the paged cache has slots: attention finds as little of them in the processor's caches.
+        count = Drive().prefetch_depth(length * token_bytes(config)) + 1
+        self._buffers = [shaped(memory(nbytes), shape, torch.bfloat16).normal_() for _ in range(count)]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Adds tokens and returns all there are, `[1, heads, length, head_dim]` each."""
-        keys, values = self._buffers[layer_idx % _BUFFERS]
+        keys, values = self._buffers[layer_idx % len(self._buffers)]
         end = self._length + key_states.shape[2]
         keys[:, :, self._length : end].copy_(key_states)
         values[:, :, self._length : end].copy_(value_states)

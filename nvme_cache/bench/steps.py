@@ -83,7 +83,7 @@ def _measure_context(
     with ExitStack() as stack:
         caches = {share: stack.enter_context(_filled_cache(site, config, length, share)) for share in SHARES}
         resident = ResidentCache(config, length, _SPARE_TOKENS + count)
-        copy = _copier(layer_bytes)
+        copy = _copier(layer_bytes, caches[0.0]._pager.prefetch_depth(layer_bytes) + 1)
         # One block in memory: what a step takes with it beyond nothing at all is our own code.
         small = stack.enter_context(_filled_cache(site, config, _BLOCK_SIZE, 1.0))
         nothing = ResidentCache(config, _BLOCK_SIZE, _SPARE_TOKENS + count)
@@ -121,15 +121,16 @@ def _cold_burst(site: Site, step: Step, cache: OffloadedNVMeCache, length: int, 
     return burst(step, cache, length, count, lambda: meter.read_bytes)
 
 
-def _copier(nbytes: int) -> Callable[[], Sample]:
-    """What copies `nbytes` bytes in memory again and again: how resident blocks reach a slot."""
-    source, target = (touched_buffer(nbytes).bytes for _ in range(2))
-    count = max(1, _COPIED_BYTES // nbytes)
+def _copier(nbytes: int, slots: int) -> Callable[[], Sample]:
+    """What copies `nbytes` bytes at a time as resident blocks are: from all over memory, into slots in turn."""
+    parts = max(slots + 1, _COPIED_BYTES // nbytes)
+    source = touched_buffer(parts * nbytes).bytes.split(nbytes)
+    targets = [touched_buffer(nbytes).bytes for _ in range(slots)]
 
     def copy() -> int:
-        for _ in range(count):
-            target.copy_(source)
-        return count * nbytes
+        for number, part in enumerate(source):
+            targets[number % slots].copy_(part)
+        return parts * nbytes
 
     return lambda: timed(copy)
 
