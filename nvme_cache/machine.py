@@ -144,13 +144,13 @@ def _drive(nvme: str | None, disk_budget: int | str | None, said: list[str]) -> 
 def _copy_rate(device: torch.device) -> float:
     """Bytes per second that copies within the device's memory move; each is read once and written once."""
     transfer = transfer_for(device)
-    return _rate(transfer, transfer.device_memory(_TEST_BYTES), transfer.device_memory(_TEST_BYTES))
+    return copy_rate(transfer, transfer.device_memory(_TEST_BYTES), transfer.device_memory(_TEST_BYTES))
 
 
 def _link_rate(device: torch.device) -> float:
     """Bytes per second that reach the device from pinned host memory."""
     transfer = transfer_for(device)
-    return _rate(transfer, transfer.device_memory(_TEST_BYTES), transfer.host_memory(_TEST_BYTES))
+    return copy_rate(transfer, transfer.device_memory(_TEST_BYTES), transfer.host_memory(_TEST_BYTES))
 
 
 def _free_bytes(device: torch.device) -> int:
@@ -160,7 +160,8 @@ def _free_bytes(device: torch.device) -> int:
     return int(torch.get_device_module(device).mem_get_info(device)[0])
 
 
-def _rate(transfer: Transfer, target: torch.Tensor, source: torch.Tensor) -> float:
+def copy_rate(transfer: Transfer, target: torch.Tensor, source: torch.Tensor) -> float:
+    """Bytes per second at which `source` is copied to `target`, as the cache copies."""
     source.fill_(1)  # memory never written may all be one page
     samples: list[float] = []
     began = time.perf_counter()
@@ -169,5 +170,5 @@ def _rate(transfer: Transfer, target: torch.Tensor, source: torch.Tensor) -> flo
         with transfer.side_stream(transfer.mark()):
             transfer.copy(target, source)
         transfer.record().synchronize()
-        samples.append(_TEST_BYTES / (time.perf_counter() - started))
+        samples.append(target.nbytes / (time.perf_counter() - started))
     return statistics.median(samples[1:])  # the first also faults the target in

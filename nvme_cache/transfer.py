@@ -234,5 +234,6 @@ def transfer_for(device: torch.device) -> Transfer:
 
 
 def accelerator() -> torch.device | None:
-    """The accelerator this process has, if any."""
-    return torch.accelerator.current_accelerator(check_available=True)
+    """The accelerator this process computes on now, if there is any."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return found and torch.device(found.type, torch.accelerator.current_device_index())

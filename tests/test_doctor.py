@@ -389,7 +389,6 @@ class TestAccelerator:
 
     def test_copies_are_timed_until_they_are_done(self, monkeypatch):
         """On a device whose copies to it take 20 ms, those from it 40 ms, all behind the call's back."""
-        monkeypatch.setattr(accelerator, "_ROUNDS", Rounds(0, least=3))
 
         class Slow(accelerator.transfer_for(torch.device("cpu")).__class__):
             def copy(self, target, source):

@@ -1,15 +1,13 @@
 """The accelerator and the link to it."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from nvme_cache.bench.measure import Rounds, median_rates
-from nvme_cache.transfer import transfer_for
+from nvme_cache.machine import copy_rate
+from nvme_cache.transfer import accelerator, transfer_for
 
 _BUFFER_BYTES = 64 << 20
-_ROUNDS = Rounds(budget_s=0.3, least=5, most=50)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +31,9 @@ class AcceleratorFacts:
 
 def accelerator_facts() -> AcceleratorFacts | None:
     """What torch finds; None if it finds none."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    if found is None:
+    device = accelerator()
+    if device is None:
         return None
-    device = torch.device(found.type, torch.accelerator.current_device_index())
     module = torch.get_device_module(device)
     free_bytes, total_bytes = module.mem_get_info(device)
     try:
@@ -51,18 +48,4 @@ def accelerator_facts() -> AcceleratorFacts | None:
 def _copy_rates(device: torch.device) -> dict[str, float]:
     transfer = transfer_for(device)
     host, there = transfer.host_memory(_BUFFER_BYTES), transfer.device_memory(_BUFFER_BYTES)
-
-    def copy(target: torch.Tensor, source: torch.Tensor) -> Callable[[], int]:
-        def work() -> int:
-            with transfer.side_stream(transfer.mark()):
-                transfer.copy(target, source)
-                done = transfer.record()
-            done.synchronize()
-            return target.numel()
-
-        return work
-
-    works = {"to device": copy(there, host), "from device": copy(host, there)}
-    for work in works.values():
-        work()  # the first copy of a process starts things up
-    return median_rates(works, _ROUNDS)
+    return {"to device": copy_rate(transfer, there, host), "from device": copy_rate(transfer, host, there)}

@@ -4,12 +4,15 @@ import os
 import sys
 from dataclasses import dataclass
 
+import torch
 import xxhash
 
 from nvme_cache.bench.machine import cpu_name
 from nvme_cache.bench.measure import Rounds, median_rates
 from nvme_cache.bench.rawfile import touched_buffer
 from nvme_cache.cgroup import cpu_quota
+from nvme_cache.machine import copy_rate
+from nvme_cache.transfer import transfer_for
 
 _BUFFER_BYTES = 128 << 20  # what comes from the drive is not in the processor's cache either
 _ROUNDS = Rounds(budget_s=0.3)
@@ -45,19 +48,15 @@ def processor_facts() -> ProcessorFacts:
     """What this process gets of the processor, measured for a third of a second."""
     source, target = touched_buffer(_BUFFER_BYTES), touched_buffer(_BUFFER_BYTES)
 
-    def copy() -> int:
-        return target.bytes.copy_(source.bytes).numel()
-
     def verify() -> int:
         xxhash.xxh3_64_intdigest(source.view)
         return source.nbytes
 
-    rates = median_rates({"copy": copy, "verify": verify}, _ROUNDS)
     return ProcessorFacts(
         name=cpu_name(),
         cores=len(os.sched_getaffinity(0)),
         quota_cores=cpu_quota(),
-        copy_bytes_per_s=rates["copy"],
-        verify_bytes_per_s=rates["verify"],
+        copy_bytes_per_s=copy_rate(transfer_for(torch.device("cpu")), target.bytes, source.bytes),
+        verify_bytes_per_s=median_rates({"verify": verify}, _ROUNDS)["verify"],
         switch_interval_s=sys.getswitchinterval(),
     )
