@@ -133,23 +133,22 @@ class OffloadedNVMeCache(DynamicCache):
             while self._grows and len(self.layers) <= layer_idx:
                 self.layers.append(NVMeLayer(self._pager, len(self.layers)))
             layer = self.layers[layer_idx]
-            begins, meter, past = self._forward.begins_at(layer_idx), self._pager.meter, 0
-            if begins:
-                frame, past = sys._getframe(1), self._length()
-                progress = Progress.above(frame, self)
+            if self._forward.begins_at(layer_idx):
+                past, progress = self._length(), Progress.above(sys._getframe(1), self)
                 self._prompt.go_on(progress, past)
-            self._forward.enter(layer_idx, _undo(layer), self)
-            if begins:
+                self._forward.enter(layer_idx, _undo(layer), self)
                 # Only `generate` says what is a prompt; elsewhere it is what comes in more than a block at once.
                 is_long = progress is None and key_states.shape[2] > self._pager.block_size
-                is_prefill = past == 0 or is_long or is_prefilling(frame)
-                meter.begin_step(past, key_states.shape[2], is_prefill=is_prefill)
+                is_prefill = past == 0 or is_long or is_prefilling(sys._getframe(1))
+                self._pager.meter.begin_step(past, key_states.shape[2], is_prefill=is_prefill)
+            else:
+                self._forward.enter(layer_idx, _undo(layer), self)
             if isinstance(layer, NVMeLayer):
                 states = self._update_paged(layer, key_states, value_states)
             else:
                 states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
             self._forward.leave(layer_idx)
-            meter.go_on()
+            self._pager.meter.go_on()
             return states
         finally:
             self._busy.release()

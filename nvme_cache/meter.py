@@ -103,7 +103,7 @@ class Meter:
         self._own = threading.local()
         self._mutex = threading.Lock()
         self._settling = threading.Lock()
-        self._busy: dict[Cause | None, _Busy] = {cause: _Busy() for cause in (None, *Cause)}
+        self._working, self._reading = _Busy(), _Busy()
 
     def begin_step(self, past_length: int, new_length: int, *, is_prefill: bool) -> None:
         """A forward begins: it ends the one before."""
@@ -112,14 +112,15 @@ class Meter:
         if before is not None:
             before.kept_length = max(0, past_length - before.past_length)
         self._step = step = Step(is_prefill, past_length, new_length, time.perf_counter())
-        self._before = self.busy_s(), self.busy_s(Cause.DRIVE)
+        self._before = self._working.until(step.began_s), self._reading.until(step.began_s)
         self.steps.append(step)
 
     def go_on(self) -> None:
         """The step under way has come to here."""
         if (step := self._step) is not None:
-            step.wall_s = time.perf_counter() - step.began_s
-            step.busy_s, step.reading_s = self.busy_s() - self._before[0], self.busy_s(Cause.DRIVE) - self._before[1]
+            now, (busy_s, reading_s) = time.perf_counter(), self._before
+            step.wall_s = now - step.began_s
+            step.busy_s, step.reading_s = self._working.until(now) - busy_s, self._reading.until(now) - reading_s
 
     def pause(self) -> None:
         """What comes before the next forward is not part of this one."""
@@ -170,10 +171,6 @@ class Meter:
         phases: deque[Phase] = self._own.phases
         return phases
 
-    def busy_s(self, cause: Cause | None = None) -> float:
-        """Seconds during which at least one background thread did `cause`; anything at all if it is None."""
-        return self._busy[cause].until(time.perf_counter())
-
     def settle(self, *, wait: bool) -> None:
         """Books the updates that devices have got behind; all of them, waiting for the devices, if `wait` is set."""
         if not self._settling.acquire(blocking=wait):
@@ -199,8 +196,9 @@ class Meter:
 
     def _count(self, phase: Phase, change: int, now: float) -> None:
         with self._mutex:
-            for busy in (self._busy[phase.cause], self._busy[None]):
-                busy.change(change, now)
+            self._working.change(change, now)
+            if phase.cause is Cause.DRIVE:
+                self._reading.change(change, now)
 
 
 class _Busy:

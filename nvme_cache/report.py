@@ -24,6 +24,15 @@ _MEANING = {
     Cause.STAGING: "waiting for a free staging buffer",
     Cause.SOFTWARE: "our own code",
 }
+_BOUNDS = {"compute": "the model", "drive": "the drive"}
+_COLOURS = {
+    "compute": "#9aa5b1",
+    Cause.DRIVE: "#d1495b",
+    Cause.CHECK: "#edae49",
+    Cause.COPY: "#00798c",
+    Cause.STAGING: "#7a5195",
+    Cause.SOFTWARE: "#2e4057",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,16 +220,6 @@ class TaxReport:
         return str(self)
 
 
-_COLOURS = {
-    "compute": "#9aa5b1",
-    Cause.DRIVE: "#d1495b",
-    Cause.CHECK: "#edae49",
-    Cause.COPY: "#00798c",
-    Cause.STAGING: "#7a5195",
-    Cause.SOFTWARE: "#2e4057",
-}
-
-
 def _tokens(step: Step) -> int:
     return step.new_length if step.kept_length is None else step.kept_length
 
@@ -263,6 +262,3 @@ def _remarks(summary: Summary, unit: str) -> str:
         f"efficiency {summary.efficiency:.2f}."
     )
     return "\n".join([*lines, ""])
-
-
-_BOUNDS = {"compute": "the model", "drive": "the drive"}
