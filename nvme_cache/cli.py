@@ -181,6 +181,7 @@ def estimate(
     """
     from .errors import NVMeCacheError
     from .estimate import Request, run
+    from .estimate_table import as_json, show
 
     request = Request(
         model=model,
@@ -202,11 +203,11 @@ def estimate(
         Console(stderr=True).print(str(error), style="bold red", markup=False, soft_wrap=True)
         raise typer.Exit(2) from error
     if json_:
-        typer.echo(report.to_json())
+        typer.echo(as_json(report))
     else:
         console = Console()
         console.width = min(console.width, 80)
-        report.show(console)
+        show(report, console)
 
 
 def _mib(nbytes: int) -> str:

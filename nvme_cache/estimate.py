@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import json
 import math
 import os
 from collections import Counter
@@ -10,11 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
-
-from rich import box
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from .arguments import check_at_least, parse_dtype, parse_host_budget
 from .drive import Drive
@@ -29,7 +23,6 @@ LOOKUP_TOKENS = 2.0  # a sweep, with prompt lookup where answers quote the promp
 _BLOCK_SIZE = 256
 _SOFTWARE_S = 1.2e-4  # Python per paged layer and step; measured with all blocks resident, on 2 vCPUs of an AMD EPYC
 _READ_CPU_S_PER_BYTE = 7.5e-11  # to read and check; docs/performance.md, layers of 64 MiB
-_LEGEND = "where: % of blocks on device/in host memory/on NVMe; tax %: of compute"
 _SHARES = (0.25, 0.5, 0.75, 0.9, 1.0)
 
 
@@ -40,9 +33,6 @@ class Verdict(StrEnum):
     COSTS = "costs more than it saves"
     TOO_LARGE = "will not fit"
     NOTHING = "nothing to page"
-
-
-_COLOURS = {Verdict.PAYS: "green", Verdict.COSTS: "yellow", Verdict.TOO_LARGE: "bold red", Verdict.NOTHING: "yellow"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,22 +125,6 @@ class Report:
     machine: Machine
     estimates: Sequence[Estimate]
     notes: Sequence[str]
-
-    def to_json(self) -> str:
-        """All figures; keys end in their units."""
-        machine = dataclasses.asdict(self.machine)
-        del machine["assumptions"]
-        rows = [_figures(estimated) for estimated in self.estimates]
-        return json.dumps({"model": self.model, "machine": machine, "notes": self.notes, "rows": rows}, indent=1)
-
-    def show(self, console: Console) -> None:
-        """Prints a table of figures, then what to do about each plan, then what all rests on."""
-        console.print(_table(f"Paging the cache of {self.model}", self.estimates))
-        console.print(f"{_LEGEND}\n", style="dim", highlight=False)
-        console.print(_verdicts(self.estimates))
-        console.print()
-        for note in self.notes:
-            console.print(f"* {note}", style="dim", highlight=False, markup=False)
 
 
 def run(request: Request) -> Report:
@@ -319,68 +293,3 @@ def _changes(footprint: Footprint, plan: Plan, machine: Machine) -> Iterator[tup
 
 def _token_bytes(footprint: Footprint, quantization: str | None) -> float:
     return stored_bytes(footprint.paged_token_elements, footprint.paged_token_bytes, quantization)
-
-
-def _figures(estimated: Estimate) -> dict[str, Any]:
-    """An estimate as what JSON takes; keys end in their units, and what is infinite is None."""
-    plan = estimated.plan
-    prediction = dataclasses.asdict(estimated.prediction)
-    return {
-        "context_tokens": plan.context,
-        "batch_rows": plan.batch_size,
-        "quantization": plan.quantization,
-        "device_budget_bytes": plan.device_budget,
-        "host_budget_bytes": plan.host_budget,
-        **{name: None if value == math.inf else value for name, value in prediction.items()},
-        "verdict": str(estimated.verdict),
-        "reason": estimated.reason,
-        "fix": estimated.fix or None,
-    }
-
-
-def _table(title: str, estimates: Sequence[Estimate]) -> Table:
-    table = Table(title=escape(title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    table.padding, table.show_edge = (0, 0), False
-    for name in ("context", "quant.", "B/token", "cache", "where", "floor", "tax", "tax %", "tokens/s"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for estimated in estimates:
-        prediction = estimated.prediction
-        tiers = (prediction.device_bytes, prediction.host_bytes, prediction.nvme_bytes)
-        paged = sum(tiers)
-        table.add_row(
-            *_named(estimated.plan),
-            f"{prediction.token_bytes:,.0f}",
-            in_bytes(paged + prediction.resident_bytes),
-            "/".join(f"{100 * nbytes / paged:.0f}" for nbytes in tiers) if paged else "-",
-            _in_seconds(prediction.floor_s),
-            _in_seconds(prediction.tax_s),
-            f"{100 * prediction.tax_share:,.0f}",
-            f"{prediction.tokens_per_s:.3g}",
-        )
-    return table
-
-
-def _verdicts(estimates: Sequence[Estimate]) -> Table:
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    for justify in ("right", "left"):
-        grid.add_column(justify=justify, no_wrap=True)
-    grid.add_column()
-    for estimated in estimates:
-        said = f"[{_COLOURS[estimated.verdict]}]{estimated.verdict}[/]: {estimated.reason}."
-        if estimated.fix:
-            said += f" Try {estimated.fix}."
-        elif estimated.verdict in (Verdict.COSTS, Verdict.TOO_LARGE):
-            said += " Nothing tried helps."
-        grid.add_row(*_named(estimated.plan), said)
-    return grid
-
-
-def _named(plan: Plan) -> tuple[str, str]:
-    return f"{plan.context:,}", plan.quantization or "none"
-
-
-def _in_seconds(seconds: float) -> str:
-    """Seconds for people."""
-    if seconds < 0.9995:
-        return f"{seconds * 1e3:.3g} ms"
-    return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:,.0f} s"

@@ -25,7 +25,7 @@ LEVELS = [
     {"fetch", "estimate"},
     {"pager"},
     {"layers"},
-    {"report"},
+    {"report", "estimate_table"},
     {"cache"},
     {"integration"},
     {"demo", "bench"},
