@@ -67,9 +67,9 @@ def cpu_quota(root: Path = _ROOT) -> float | None:
 def _groups(controller: str, root: Path) -> Iterator[Path]:
     """Folders of the groups this process is in, each with those above it; a container may see the top alone."""
     for line in kernel_text(root / "proc/self/cgroup").splitlines():
-        _, separator, rest = line.partition(":")
-        controllers, colon, name = rest.partition(":")
-        if not (separator and colon) or (controllers and controller not in controllers.split(",")):
+        _, _, rest = line.partition(":")
+        controllers, _, name = rest.partition(":")
+        if controllers and controller not in controllers.split(","):
             continue
         top = root / "sys/fs/cgroup" / (controller if controllers else "")
         own = top / name.lstrip("/")
