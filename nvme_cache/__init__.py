@@ -12,6 +12,7 @@ from .errors import (
     StorageFullError,
 )
 from .integration import Switch, enable
+from .quantization import QuantizationConfig
 
 __all__ = [
     "CacheClosedError",
@@ -20,6 +21,7 @@ __all__ = [
     "NVMeCacheError",
     "OffloadDirectoryError",
     "OffloadedNVMeCache",
+    "QuantizationConfig",
     "ShardCorruptedError",
     "ShardIOError",
     "StorageFullError",

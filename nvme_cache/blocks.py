@@ -2,9 +2,9 @@
 
 A block is `block_size` consecutive tokens of one layer, keys and values of all batch rows and KV heads. Blocks sealed
 together and kept in one tier form a *run*, laid out piece by piece, `[num_pieces, batch, heads, piece_length,
-head_dim]` for keys, then the same for values. Where the drive fills slots itself a run is one piece: it scatters one
-row a head, and few long rows cost less than many short ones. Elsewhere a piece is a block, one range that can travel
-alone.
+head_dim]` for keys, then the same for values; a codec may store these otherwise. Where the drive fills slots itself an
+exact run is one piece: it scatters one row a head, and few long rows cost less than many short ones. Elsewhere a piece
+is a block, one range that can travel alone.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,9 +14,11 @@ from typing import TypeAlias
 import torch
 
 from .placement import Tier
+from .quantization import Codec
 from .shards import Shard
 
 Copy: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+Parts: TypeAlias = tuple[torch.Tensor, ...]
 States: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -64,10 +66,10 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class ResidentBlocks:
-    """The blocks of a run kept in memory: `[num_pieces, batch, heads, piece_length, head_dim]` each."""
+    """The blocks of a run kept in memory: what its keys are stored as, what its values, and their bytes in all."""
 
-    keys: torch.Tensor
-    values: torch.Tensor
+    parts: tuple[Parts, Parts]
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +79,8 @@ class BlockRun:
     Attributes:
         tier: Where the bytes are.
         blocks: The bytes themselves: tensors, or a shard on the drive.
-        spec: Heads, widths and dtypes as sealed.
-        batch_size: Batch rows as sealed.
+        codecs: How keys are stored, and values.
+        piece_length: Tokens in a piece.
         sealed_length: Tokens as sealed.
         length: How many of the run's tokens, from the first, still count.
         rows: For each of the layer's present batch rows the row as sealed, int64 on CPU; None while they are the same.
@@ -86,16 +88,16 @@ class BlockRun:
 
     tier: Tier
     blocks: ResidentBlocks | Shard
-    spec: LayerSpec
-    batch_size: int
+    codecs: tuple[Codec, Codec]
+    piece_length: int
     sealed_length: int
     length: int
     rows: torch.Tensor | None = None
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes of the run as sealed."""
-        return self.spec.nbytes(self.sealed_length) * self.batch_size
+        """Size in bytes of the run as stored."""
+        return self.blocks.nbytes
 
     @property
     def is_whole(self) -> bool:
@@ -132,28 +134,30 @@ def pack(blocks: torch.Tensor, start: int, states: torch.Tensor) -> Iterator[Cop
         start, states = start + count, states[:, :, count:]
 
 
-def unpack(states: torch.Tensor, blocks: torch.Tensor, rows: torch.Tensor | None) -> Iterator[Copy]:
-    """The copies that lay blocks out as tokens.
+def unpack(
+    states: torch.Tensor, piece_length: int, rows: torch.Tensor | None
+) -> Iterator[tuple[torch.Tensor, tuple[slice, slice]]]:
+    """How blocks are laid out as tokens.
 
     Args:
         states: Target, `[batch, heads, length, head_dim]`; `length` tokens are taken from the blocks.
-        blocks: `[num_pieces, stored_batch, heads, piece_length, head_dim]`.
+        piece_length: Tokens in a piece.
         rows: The stored row of each of the target's rows; None if they are the same.
 
     Yields:
-        Pairs of target and source views of equal shape.
+        A view of the target, `[num_pieces, batch, heads, tokens, head_dim]`, and which pieces and stored rows go there;
+        `tokens` are the first of a piece.
     """
-    piece_length, length = blocks.shape[3], states.shape[2]
-    whole, rest = divmod(length, piece_length)
+    whole, rest = divmod(states.shape[2], piece_length)
     pairs = [(slice(None), slice(None))]
     if rows is not None:
         pairs = [(slice(row, row + 1), slice(stored, stored + 1)) for row, stored in enumerate(rows.tolist())]
     for row, stored in pairs:
         if whole:
             target = states[row, :, : whole * piece_length].unflatten(2, (whole, piece_length))
-            yield target, blocks[:whole, stored].permute(1, 2, 0, 3, 4)
+            yield target.permute(2, 0, 1, 3, 4), (slice(whole), stored)
         if rest:
-            yield states[row, :, whole * piece_length :], blocks[whole, stored, :, :rest]
+            yield states[row, :, whole * piece_length :].unsqueeze(0), (slice(whole, whole + 1), stored)
 
 
 def cut(states: Sequence[States], start: int, length: int) -> list[States]:

@@ -21,6 +21,7 @@ from .guards import Forward, GenerateCall, Progress, Prompt, is_prefilling
 from .layers import NVMeLayer
 from .pager import Pager
 from .placement import ASSUMED_LAYERS, Budgets, Tier
+from .quantization import QuantizationConfig, parse_quantization
 from .store import Store
 from .units import parse_size
 
@@ -49,6 +50,8 @@ class OffloadedNVMeCache(DynamicCache):
         prefetch_depth: Layers fetched ahead of the one computing; device memory holds one more than that at full
             length. "auto" for 2, or up to 4 where layers are so small that the drive would run dry between them.
         io_threads: Threads that read; "auto" for what a short test of the drive finds fastest.
+        quantization: How sealed blocks are stored: None for exactly, "int8", "int4", "int2", "float8", or a
+            `QuantizationConfig`. The first few tokens and the newest stay exact.
         verify: Whether every block read back is checked against its checksum.
         dynamic_cache_kwargs: `offloading` and `offload_only_non_sliding`, accepted for code that builds caches of the
             given type, and without effect: this cache offloads anyway.
@@ -73,6 +76,7 @@ class OffloadedNVMeCache(DynamicCache):
         device_budget: int | str = 0,
         host_budget: int | str = "auto",
         disk_budget: int | str | None = None,
+        quantization: str | QuantizationConfig | None = None,
         prefetch_depth: int | Literal["auto"] = "auto",
         io_threads: int | Literal["auto"] = "auto",
         verify: bool = True,
@@ -86,6 +90,7 @@ class OffloadedNVMeCache(DynamicCache):
         depth = parse_count("prefetch_depth", prefetch_depth, 0)
         threads = parse_count("io_threads", io_threads, 1)
         budgets = Budgets(parse_size("device_budget", device_budget), parse_host_budget(host_budget))
+        quantized = parse_quantization(quantization)
         disk_bytes = None if disk_budget is None else parse_size("disk_budget", disk_budget)
         # Upstream's own dispatch names the layers, in every version and for every model it knows.
         given = config is not None or ddp_cache_data is not None
@@ -98,6 +103,7 @@ class OffloadedNVMeCache(DynamicCache):
             block_size=block_size,
             prefetch_depth=depth,
             io_threads=threads,
+            quantization=quantized,
             verify=verify,
         )
         self._grows = not stock
@@ -357,7 +363,7 @@ class OffloadedNVMeCache(DynamicCache):
         if self._last_updated is not None:
             self._successors[self._last_updated] = here
         self._last_updated = here
-        for _ in range(self._pager.prefetch_depth(current.nbytes)):
+        for _ in range(self._pager.prefetch_depth(current.sealed_nbytes)):
             following = in_order[(in_order.index(ahead) + 1) % len(in_order)]
             ahead = self._successors.get(ahead, following)
             if ahead == here or not paged[ahead].prefetch_beside(current):

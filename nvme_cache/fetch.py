@@ -4,14 +4,16 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 
 import torch
 
-from .blocks import BlockRun, ResidentBlocks, unpack
-from .buffers import StagingPool, shaped
+from .blocks import BlockRun, Parts, ResidentBlocks, unpack
+from .buffers import StagingPool
 from .errors import NVMeCacheError
 from .meter import Cause, Meter, Phase
-from .shards import Section, Shard
+from .quantization import Codec, Exact
+from .shards import Sections, Shard, spread, staged
 from .slots import Slot
 from .transfer import Event, Transfer
 
@@ -31,6 +33,8 @@ class Target:
         index: 0 for keys, 1 for values.
         start: First token.
         length: Tokens.
+        codec: How they are stored.
+        piece_length: Tokens in a piece.
         batch_rows: For each of the slot's batch rows the row as sealed; None if they are the same.
     """
 
@@ -38,17 +42,16 @@ class Target:
     index: int
     start: int
     length: int
+    codec: Codec
+    piece_length: int
     batch_rows: torch.Tensor | None
 
-    def copy(self, blocks: torch.Tensor, transfer: Transfer) -> None:
-        """Lays out `blocks`, `[num_pieces, batch, heads, piece_length, head_dim]`, inside `transfer.side_stream`."""
-        blocks = blocks[: -(-self.length // blocks.shape[3])]
-        near = transfer.on_device(blocks)
-        if near is not blocks:
-            transfer.copy(near, blocks)
+    def copy(self, parts: Parts, transfer: Transfer) -> None:
+        """Lays out blocks given as stored; inside `transfer.side_stream`."""
         states = (self.slot.keys, self.slot.values)[self.index][:, :, self.start : self.start + self.length]
-        for target, source in unpack(states, near, self.batch_rows):
-            transfer.copy(target, source)
+        near = [_brought(part[: -(-self.length // self.piece_length)], transfer) for part in parts]
+        for target, where in unpack(states, self.piece_length, self.batch_rows):
+            self.codec.decode([part[where] for part in near], target)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +60,21 @@ class Read:
 
     Attributes:
         shard: The file.
-        sections: Its keys, its values, or both.
-        targets: Where the blocks of each go.
+        groups: What its keys consist of, its values, or both.
+        targets: Where each group goes.
         rows: Where the drive can fill the slot directly, the places in file order for each section; None to go through
             staging.
     """
 
     shard: Shard
-    sections: tuple[Section, ...]
+    groups: tuple[Sections, ...]
     targets: tuple[Target, ...]
     rows: list[list[memoryview]] | None
+
+    @property
+    def sections(self) -> Sections:
+        """All sections."""
+        return tuple(chain(*self.groups))
 
     @property
     def nbytes(self) -> int:
@@ -76,9 +84,9 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Resident:
-    """Blocks in memory, `[num_pieces, batch, heads, piece_length, head_dim]`, on their way to a slot."""
+    """Blocks in memory, as stored, on their way to a slot."""
 
-    blocks: torch.Tensor
+    parts: Parts
     target: Target
 
 
@@ -87,9 +95,12 @@ def plan(slot: Slot, runs: Sequence[BlockRun]) -> tuple[list[Read], list[Residen
     reads: list[Read] = []
     residents: list[Resident] = []
     for run in runs:
-        targets = tuple(Target(slot, index, slot.filled, run.length, run.rows) for index in range(2))
+        targets = tuple(
+            Target(slot, index, slot.filled, run.length, codec, run.piece_length, run.rows)
+            for index, codec in enumerate(run.codecs)
+        )
         if isinstance(run.blocks, ResidentBlocks):
-            residents += map(Resident, (run.blocks.keys, run.blocks.values), targets)
+            residents += map(Resident, run.blocks.parts, targets)
         else:
             reads += _reads(run, run.blocks, targets)
         slot.filled += run.length
@@ -102,11 +113,12 @@ def _reads(run: BlockRun, shard: Shard, targets: Sequence[Target]) -> Iterator[R
     for part in [pairs] if run.nbytes < _WORTH_SPLITTING else [[pair] for pair in pairs]:
         rows = []
         if run.rows is None and run.is_whole:
-            for section, target in part:
-                places = target.slot.rows(target.index, section.dtype, target.start, section.shape)
-                rows += [] if places is None else [places]
-        sections, own = zip(*part, strict=True)
-        yield Read(shard, sections, own, rows if len(rows) == len(part) else None)
+            for sections, target in part:
+                if isinstance(target.codec, Exact):
+                    places = target.slot.rows(target.index, sections[0].dtype, target.start, sections[0].shape)
+                    rows += [] if places is None else [places]
+        groups, own = zip(*part, strict=True)
+        yield Read(shard, groups, own, rows if len(rows) == len(part) else None)
 
 
 def split(reads: Sequence[Read], count: int) -> list[list[Read]]:
@@ -187,25 +199,31 @@ class Filler:
                 read.shard.verify(read.sections, views)
 
     def _read_staged(self, read: Read, after: Event) -> None:
+        sections = read.sections
         with self.meter.phase(Cause.STAGING, works=False):
-            buffer = self.staging.acquire(sum(section.padded_nbytes for section in read.sections))
+            buffer = self.staging.acquire(sum(section.padded_nbytes for section in sections))
         try:
-            views, residents, at = [], [], 0
-            for section, target in zip(read.sections, read.targets, strict=True):
-                end = at + section.padded_nbytes
-                views.append([buffer.view[at:end]])
-                residents.append(Resident(shaped(buffer.bytes[at:end], section.shape, section.dtype), target))
-                at = end
-            self._read(read, views)
-            self._copy(residents, after)
+            self._read(read, [[view] for view in spread(buffer.view, sections)])
+            parts = iter(staged(buffer, sections))
+            groups = [tuple(islice(parts, len(group))) for group in read.groups]
+            self._copy(list(map(Resident, groups, read.targets)), after)
         finally:
             self.staging.release(buffer, self.transfer.record())  # handed out again only once the copy has read it
 
     @torch.no_grad()
     def _copy(self, residents: Sequence[Resident], after: Event) -> None:
-        with self.meter.phase(Cause.COPY), self.transfer.side_stream(after):
+        exact = all(isinstance(resident.target.codec, Exact) for resident in residents)
+        cause = Cause.COPY if exact else Cause.DEQUANTIZE
+        with self.meter.phase(cause), self.transfer.side_stream(after):
             for resident in residents:
-                resident.target.copy(resident.blocks, self.transfer)
+                resident.target.copy(resident.parts, self.transfer)
 
     def _filled(self, event: Event) -> Filled:
         return Filled(event, time.perf_counter(), self.meter.phases())
+
+
+def _brought(part: torch.Tensor, transfer: Transfer) -> torch.Tensor:
+    near = transfer.on_device(part)
+    if near is not part:
+        transfer.copy(near, part)
+    return near

@@ -1,8 +1,8 @@
 """What one layer holds: its sealed runs, and behind them its tail."""
 
 from collections import Counter
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -43,7 +43,8 @@ class Tail:
         return keys[:, :, start : self.length], values[:, :, start : self.length]
 
 
-class History(NamedTuple):
+@dataclass(frozen=True)
+class History:
     """All tokens of a layer, replaced as a whole so that an interrupt finds it before or after a change, never between.
 
     Attributes:
@@ -61,8 +62,9 @@ class History(NamedTuple):
         """Tokens in all."""
         return self.sealed_length + self.tail.length
 
+    @cached_property  # runs grow in number, and each update asks
     def used_bytes(self) -> Counter[Tier]:
-        """Bytes of the sealed blocks by tier, as sealed."""
+        """Bytes of the sealed blocks by tier, as stored."""
         used: Counter[Tier] = Counter()
         for run in self.runs:
             used[run.tier] += run.nbytes

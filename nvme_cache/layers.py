@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -83,13 +84,15 @@ class NVMeLayer(CacheLayerMixin):
             with torch.no_grad():
                 self._append(new)
             return key_states, value_states
-        slot = self._complete_slot()
+        slot, sealed_length = self._complete_slot(), self._sealed_length
         with torch.no_grad():
             self._append(new)
             slot.append(new)
             keys, values = slot.states(length)
         if torch.is_grad_enabled():
-            return _joined(keys[:, :, :past], key_states), _joined(values[:, :, :past], value_states)
+            keys, values = _joined(keys[:, :, :past], key_states), _joined(values[:, :, :past], value_states)
+        if self._sealed_length > sealed_length and not self._pager.is_exact:
+            self._abandon_slot()  # from the next update on, what was sealed just now is what it was stored as
         return keys, values
 
     def prepare(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -126,9 +129,9 @@ class NVMeLayer(CacheLayerMixin):
         return self._lease is not None
 
     @property
-    def nbytes(self) -> int:
-        """Size in bytes of all tokens."""
-        return self._spec.nbytes(self.get_seq_length()) * self.batch_size if self.is_initialized else 0
+    def sealed_nbytes(self) -> int:
+        """Size in bytes of all sealed blocks, as stored."""
+        return self.used_bytes().total()
 
     def get_seq_length(self) -> int:
         """How many tokens the layer holds."""
@@ -143,8 +146,8 @@ class NVMeLayer(CacheLayerMixin):
         return -1
 
     def used_bytes(self) -> Counter[Tier]:
-        """Bytes of sealed blocks by tier, as sealed."""
-        return Counter() if self._history is None else self._history.used_bytes()
+        """Bytes of sealed blocks by tier, as stored."""
+        return Counter() if self._history is None else self._history.used_bytes
 
     def tail_bytes(self) -> int:
         """Bytes of the tokens in the tail."""
@@ -222,13 +225,17 @@ class NVMeLayer(CacheLayerMixin):
         memo[id(self)] = copied
         if self._history is not None:
             copied._spec, copied.device, copied.batch_size = self._spec, self.device, self.batch_size
-            copied._history = self._history._replace(tail=copied._new_tail([self._history.tail.states()]))
+            copied._history = replace(self._history, tail=copied._new_tail([self._history.tail.states()]))
             copied._update_length = self._update_length
             copied.is_initialized = True
         return copied
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a paged layer cannot be pickled: its blocks live in files and threads of this process")
+
+    @property
+    def _sealed_length(self) -> int:
+        return 0 if self._history is None else self._history.sealed_length
 
     def _append(self, states: States) -> None:
         """Seals what is due, then puts the rest into the tail.
@@ -237,21 +244,22 @@ class NVMeLayer(CacheLayerMixin):
         when the next arrives: until then speculative decoding may take its tokens back.
         """
         assert self._history is not None
-        runs, sealed_length, tail = self._history
-        block_size, count = self._pager.block_size, states[0].shape[2]
-        whole = (tail.length + (count if count >= block_size else 0)) // block_size * block_size
-        if not whole:
+        history = self._history
+        sealed_length, tail = history.sealed_length, history.tail
+        count = states[0].shape[2]
+        is_long = count >= self._pager.block_size
+        due = self._pager.sealable(sealed_length, tail.length + (count if is_long else 0))
+        if not due:
             tail.append(states)
             return
         pending = [tail.states(), states]
-        sealed = self._pager.seal(self, self._spec, cut(pending, 0, whole), first_token=sealed_length)
+        sealed = self._pager.seal(self, self._spec, cut(pending, 0, due), first_token=sealed_length)
         # A new tail: copies out of the old one's memory may still be under way.
-        rest = self._new_tail(cut(pending, whole, tail.length + count - whole))
-        self._history = History((*runs, *sealed), sealed_length + whole, rest)
+        rest = self._new_tail(cut(pending, due, tail.length + count - due))
+        self._history = History((*history.runs, *sealed), sealed_length + due, rest)
 
     def _new_tail(self, parts: list[States]) -> Tail:
-        # One update short of a block may join what is one token short of another.
-        tail = Tail(self._spec, self.batch_size, 2 * self._pager.block_size, self.device)
+        tail = Tail(self._spec, self.batch_size, self._pager.tail_capacity, self.device)
         for part in parts:
             tail.append(part)
         return tail
@@ -313,7 +321,7 @@ class NVMeLayer(CacheLayerMixin):
         assert self._history is not None
         self._abandon_slot()
         self._spec = spec
-        self._history = self._history._replace(tail=self._new_tail([self._history.tail.states()]))
+        self._history = replace(self._history, tail=self._new_tail([self._history.tail.states()]))
 
     def _differs(self, spec: LayerSpec, key_states: torch.Tensor) -> bool:
         return (spec, key_states.shape[0], key_states.device) != (self._spec, self.batch_size, self.device)

@@ -22,13 +22,14 @@ _MOST_STEPS = 65536  # remembered one by one
 class Cause(StrEnum):
     """What time goes to.
 
-    Reading a shard, or waiting until it is written; checking what was read; copying between tiers; waiting for a free
-    staging buffer; our own code, threads waiting for the interpreter included.
+    Reading a shard, or waiting until it is written; checking what was read; copying between tiers; dequantizing into a
+    slot; waiting for a free staging buffer; our own code, threads waiting for the interpreter included.
     """
 
     DRIVE = "drive"
     CHECK = "check"
     COPY = "copy"
+    DEQUANTIZE = "dequantize"
     STAGING = "staging"
     SOFTWARE = "software"
 

@@ -3,7 +3,6 @@
 One pager serves one cache. It knows runs, slots and shards, but nothing of transformers.
 """
 
-import math
 import os
 import threading
 import time
@@ -11,23 +10,24 @@ import weakref
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from . import fetch
-from .blocks import BlockRun, LayerSpec, ResidentBlocks, States, cut, pack
-from .buffers import StagingPool, shaped
+from .blocks import BlockRun, LayerSpec, States
+from .buffers import StagingPool
 from .errors import CacheClosedError, CacheMisuseError
-from .meter import Cause, Meter, split
+from .meter import Meter, split
 from .placement import Budgets, Tier, place
-from .shards import MAX_SECTION_BYTES, Section, Shard
+from .quantization import QuantizationConfig
+from .seal import Lane, Sealer
+from .shards import MAX_SECTION_BYTES
 from .slots import Lease, SlotPool
-from .spill import Write, Writer
+from .spill import Writer
 from .store import Store
-from .transfer import Event, Timestamp, Transfer, transfer_for
+from .transfer import Timestamp, transfer_for
 
 _THREAD_PREFIX = "nvme-cache"
 
@@ -52,6 +52,7 @@ class Pager:
         prefetch_depth: Layers to fetch ahead; None for what suits the drive and the size of a layer. A device has one
             slot more than that.
         io_threads: Threads that read; None for what suits the drive.
+        quantization: How blocks are stored; None for as they are.
         verify: Whether every block read back is checked against its checksum.
     """
 
@@ -64,9 +65,9 @@ class Pager:
         block_size: int,
         prefetch_depth: int | None,
         io_threads: int | None,
+        quantization: QuantizationConfig | None,
         verify: bool,
     ) -> None:
-        self.block_size = block_size
         self.num_layers = num_layers
         self.meter = Meter()
         self._users: weakref.WeakSet[BlockOwner] = weakref.WeakSet()
@@ -76,10 +77,11 @@ class Pager:
         self._io_threads = store.drive.io_threads if io_threads is None else io_threads
         self._verify = verify
         self._pid = os.getpid()
-        self._lanes: dict[torch.device, _Lane] = {}
+        self._lanes: dict[torch.device, Lane] = {}
         self._readers = ThreadPoolExecutor(self._io_threads, f"{_THREAD_PREFIX}-read")
         write_thread = ThreadPoolExecutor(1, f"{_THREAD_PREFIX}-write")
         self._writer = Writer(write_thread, self.meter)
+        self._sealer = Sealer(store, self._writer, self.meter, block_size, quantization)
         self._finalizer = weakref.finalize(self, _shut_down, self._readers, write_thread, self._lanes, store, self._pid)
 
     @property
@@ -131,6 +133,7 @@ class Pager:
             block_size=self.block_size,
             prefetch_depth=self._prefetch_depth,
             io_threads=self._io_threads,
+            quantization=self._sealer.quantization,
             verify=self._verify,
         )
 
@@ -138,55 +141,52 @@ class Pager:
         """Counts the blocks of `owner` against the budgets for as long as it exists."""
         self._users.add(owner)
 
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block."""
+        return self._sealer.block_size
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether blocks give back what was sealed, bit for bit."""
+        return self._sealer.quantization is None
+
+    @property
+    def tail_capacity(self) -> int:
+        """Most tokens a tail may have to hold."""
+        # One update short of a block may join what is one token short of another.
+        return 2 * self.block_size + self._sealer.sinks_due(0)
+
+    def sealable(self, first_token: int, count: int) -> int:
+        """How many of `count` tokens, the first of them at `first_token`, `seal` takes."""
+        sinks = self._sealer.sinks_due(first_token)
+        whole = (count - sinks) // self.block_size * self.block_size
+        return sinks + whole if whole > 0 else 0
+
     def seal(
         self, owner: "BlockOwner", spec: LayerSpec, states: Sequence[States], *, first_token: int
     ) -> list[BlockRun]:
-        """Turns tokens into blocks and sends them to their tiers. Waits only for staging buffers.
+        """Turns tokens into blocks and sends them to their tiers, as `Sealer.seal`.
 
         Args:
             owner: The layer.
             spec: The layer's heads and widths, and the dtypes to seal in.
-            states: Consecutive keys and values, `[batch, heads, seq_length, head_dim]` each, of whole blocks' worth of
-                tokens together. Their memory must not be written to again.
+            states: As many consecutive tokens as are `sealable`.
             first_token: Position of the first token.
-
-        Returns:
-            The new runs, in token order.
-
-        Raises:
-            StorageFullError: there is no room; nothing was sealed.
         """
-        transfer = self._lane(states[0][0].device).transfer
-        batch_size = states[0][0].shape[0]
-        num_blocks = sum(keys.shape[2] for keys, _ in states) // self.block_size
-        block_bytes = spec.nbytes(self.block_size) * batch_size
-        used = sum((user.used_bytes() for user in self._users), Counter[Tier]())
-        counts = place(num_blocks, block_bytes, self._budgets, self.num_layers, owner.used_bytes(), used)
-        section_bytes = max(spec.keys.nbytes(self.block_size), spec.values.nbytes(self.block_size)) * batch_size
-        limit = max(1, MAX_SECTION_BYTES // section_bytes)
-        runs: list[BlockRun] = []
-        start = 0
-        for tier, count in counts.items():
-            while count:
-                size = count if tier is Tier.DEVICE else min(count, limit)
-                if tier is Tier.HOST:  # pinned memory comes in powers of two
-                    size = 1 << (size.bit_length() - 1)
-                part = cut(states, start * self.block_size, size * self.block_size)
-                pieces = 1 if transfer.is_host else size
-                shapes = tuple(
-                    (pieces, batch_size, kind.num_heads, size // pieces * self.block_size, kind.head_dim)
-                    for kind in (spec.keys, spec.values)
-                )
-                blocks: ResidentBlocks | Shard
-                if tier is Tier.NVME:
-                    blocks = self._spill(owner.layer_idx, first_token + start * self.block_size, spec, shapes, part)
-                else:
-                    blocks = self._keep(tier, spec, shapes, part)
-                length = size * self.block_size
-                runs.append(BlockRun(tier, blocks, spec, batch_size, sealed_length=length, length=length))
-                start, count = start + size, count - size
-        self.meter.sealed_bytes += sum(run.nbytes for run in runs)
-        return runs
+
+        def by_plan(num_blocks: int, block_bytes: int) -> dict[Tier, int]:
+            used = sum((user.used_bytes() for user in self._users), Counter[Tier]())
+            return place(num_blocks, block_bytes, self._budgets, self.num_layers, owner.used_bytes(), used)
+
+        return self._sealer.seal(
+            self._lane(states[0][0].device),
+            spec,
+            states,
+            layer_idx=owner.layer_idx,
+            first_token=first_token,
+            place=by_plan,
+        )
 
     def prefetch_depth(self, layer_bytes: int) -> int:
         """How many layers of `layer_bytes` to fetch ahead."""
@@ -224,7 +224,7 @@ class Pager:
             The lease, whose slot's tasks are under way; None if no slot is to be had.
         """
         lane = self._lane(device)
-        num_slots = self.prefetch_depth(spec.nbytes(capacity) * batch_size) + 1
+        num_slots = self.prefetch_depth(sum(run.nbytes for run in runs)) + 1
         slot = lane.slots.acquire(keep.slot if keep else None, num_slots, steal=steal)
         if slot is None:
             return None
@@ -241,7 +241,7 @@ class Pager:
             slot.abandon()
             raise
         self.meter.read_bytes += read_bytes
-        self.meter.copied_bytes += sum(resident.blocks.nbytes for resident in residents)
+        self.meter.copied_bytes += sum(part.nbytes for resident in residents for part in resident.parts)
         return Lease(slot, slot.tenancy)
 
     def wait(self, lease: Lease, device: torch.device) -> bool:
@@ -274,77 +274,19 @@ class Pager:
         lane.slots.trim(slot)
         return True
 
-    def _lane(self, device: torch.device) -> "_Lane":
+    def _lane(self, device: torch.device) -> Lane:
         if device not in self._lanes:
             transfer = transfer_for(device)
             staging = StagingPool(self._io_threads + 2, MAX_SECTION_BYTES, transfer)
             filler = fetch.Filler(transfer, staging, self.meter, self._verify)
-            self._lanes[device] = _Lane(transfer, SlotPool(transfer), staging, filler, packed=transfer.record())
+            self._lanes[device] = Lane(transfer, SlotPool(transfer), staging, filler, packed=transfer.record())
         return self._lanes[device]
-
-    def _spill(
-        self, layer_idx: int, first_token: int, spec: LayerSpec, shapes: Sequence[tuple[int, ...]], states: list[States]
-    ) -> Shard:
-        keys = Section.of("keys", shapes[0], spec.keys.dtype)
-        values = Section.of("values", shapes[1], spec.values.dtype)
-        shard = self._store.new_shard(layer_idx, first_token, (keys, values))
-        staging = self._lane(states[0][0].device).staging
-        began_s = time.perf_counter()
-        buffers = [staging.acquire(section.padded_nbytes) for section in shard.sections]
-        self.meter.waited({Cause.STAGING: time.perf_counter() - began_s})
-        targets = [
-            shaped(buffer.bytes, section.shape, section.dtype)
-            for buffer, section in zip(buffers, shard.sections, strict=True)
-        ]
-        self._writer.submit(Write(shard, staging, buffers, states, self._pack(targets, states)))
-        return shard
-
-    def _keep(
-        self, tier: Tier, spec: LayerSpec, shapes: Sequence[tuple[int, ...]], states: list[States]
-    ) -> ResidentBlocks:
-        transfer = self._lane(states[0][0].device).transfer
-        make = transfer.device_memory if tier is Tier.DEVICE else transfer.host_memory
-        targets = [
-            shaped(make(kind.dtype.itemsize * math.prod(shape)), shape, kind.dtype)
-            for shape, kind in zip(shapes, (spec.keys, spec.values), strict=True)
-        ]
-        event = self._pack(targets, states)
-        if not transfer.is_host:
-            self._writer.hold(event, states, targets)
-        return ResidentBlocks(*targets)
-
-    def _pack(self, targets: Sequence[torch.Tensor], states: Sequence[States]) -> Event:
-        lane = self._lane(states[0][0].device)
-        # What was packed before came from memory that the model may soon write to again, if a graph replays it.
-        lane.transfer.wait(lane.packed)
-        with lane.transfer.side_stream(lane.transfer.mark()):
-            for index, target in enumerate(targets):
-                near, at = lane.transfer.on_device(target), 0
-                for part in states:
-                    for block_view, token_view in pack(near, at, part[index]):
-                        lane.transfer.copy(block_view, token_view)
-                    at += part[index].shape[2]
-                if near is not target:
-                    lane.transfer.copy(target, near)
-        lane.packed = lane.transfer.record()
-        return lane.packed
-
-
-@dataclass(slots=True)
-class _Lane:
-    """What one device needs to move blocks; `packed` is behind the last tokens sealed."""
-
-    transfer: Transfer
-    slots: SlotPool
-    staging: StagingPool
-    filler: fetch.Filler
-    packed: Event
 
 
 def _shut_down(
     readers: ThreadPoolExecutor,
     writer: ThreadPoolExecutor,
-    lanes: dict[torch.device, _Lane],
+    lanes: dict[torch.device, Lane],
     store: Store,
     owner_pid: int,
 ) -> None:

@@ -21,6 +21,7 @@ _MEANING = {
     Cause.DRIVE: "waiting for the drive",
     Cause.CHECK: "waiting for blocks to be checked",
     Cause.COPY: "waiting for copies between memories",
+    Cause.DEQUANTIZE: "waiting for blocks to be dequantized",
     Cause.STAGING: "waiting for a free staging buffer",
     Cause.SOFTWARE: "our own code",
 }
@@ -30,6 +31,7 @@ _COLOURS = {
     Cause.DRIVE: "#d1495b",
     Cause.CHECK: "#edae49",
     Cause.COPY: "#00798c",
+    Cause.DEQUANTIZE: "#66a182",
     Cause.STAGING: "#7a5195",
     Cause.SOFTWARE: "#2e4057",
 }

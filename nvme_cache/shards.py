@@ -1,9 +1,10 @@
 """The shard format: one safetensors file holding a run of consecutive blocks of one layer.
 
-A shard has two tensors, `keys` and `values`, each `[num_pieces, batch, heads, piece_length, head_dim]`. The header is
-padded with spaces, and each tensor with an explicit U8 tensor where needed, so that both begin on a page and can be
-read with `O_DIRECT`; any safetensors reader opens the file. `__metadata__` carries the format version, the layer, the
-first token and an xxh3-64 checksum of every piece's keys and values.
+A shard has two tensors, `keys` and `values`, each `[num_pieces, batch, heads, piece_length, head_dim]`; quantized, they
+hold codes and are followed by what decodes them, `keys_scale` and the like. The header is padded with spaces, and each
+tensor with an explicit U8 tensor where needed, so that all begin on a page and can be read with `O_DIRECT`; any
+safetensors reader opens the file. `__metadata__` carries the format version, the layer, the first token, how keys and
+values are stored, and an xxh3-64 checksum of every piece of every tensor.
 """
 
 import json
@@ -11,18 +12,19 @@ import math
 import mmap
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import accumulate, chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import xxhash
 
 from . import io
-from .buffers import HostBuffer
+from .buffers import HostBuffer, shaped
 from .errors import ConfigurationError, ShardCorruptedError, ShardIOError
 
 FORMAT_VERSION = "1"
@@ -35,6 +37,8 @@ _DTYPE_NAMES = {
     torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
+    torch.int8: "I8",
+    torch.uint8: "U8",
 }
 
 
@@ -47,7 +51,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     try:
         return _DTYPE_NAMES[dtype]
     except KeyError:
-        supported = ", ".join(str(known) for known in _DTYPE_NAMES)
+        supported = ", ".join(str(known) for known in _DTYPE_NAMES if known.is_floating_point)
         raise ConfigurationError(f"keys or values of {dtype} cannot be paged; supported: {supported}") from None
 
 
@@ -56,29 +60,50 @@ class Section:
     """One tensor of a shard: where its bytes lie and what each piece's bytes hash to.
 
     Attributes:
-        name: "keys" or "values".
-        shape: `[num_pieces, batch, heads, piece_length, head_dim]`.
-        offset: First byte in the file, a multiple of a page.
+        name: "keys" or "values", with "_scale" or "_shift" behind it for what decodes them.
+        shape: `[num_pieces, batch, heads, ...]`.
+        piece_length: Tokens in a piece.
         nbytes: Size of the tensor in bytes, without padding.
+        offset: First byte in the file, a multiple of a page.
         checksums: xxh3-64 of each piece's bytes; filled when the shard is written.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    piece_length: int
     nbytes: int
     offset: int = 0
     checksums: list[int] = field(default_factory=list)
 
     @classmethod
-    def of(cls, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> "Section":
-        """The section of a tensor of `shape` and `dtype`."""
-        return cls(name, shape, dtype, dtype.itemsize * math.prod(shape))
+    def of(cls, name: str, shape: tuple[int, ...], dtype: torch.dtype, piece_length: int | None = None) -> "Section":
+        """The section of a tensor; unless told otherwise, its fourth dimension is the tokens of a piece."""
+        nbytes = dtype.itemsize * math.prod(shape)
+        return cls(name, shape, dtype, shape[3] if piece_length is None else piece_length, nbytes)
 
     @property
     def padded_nbytes(self) -> int:
         """Size in bytes up to the next page."""
         return io.round_up(self.nbytes, io.ALIGNMENT)
+
+
+Sections: TypeAlias = tuple[Section, ...]
+
+
+def spread(view: memoryview, sections: Sequence[Section]) -> list[memoryview]:
+    """The part of `view` for each of `sections` with its padding, one behind the other."""
+    ends = list(accumulate(section.padded_nbytes for section in sections))
+    return [view[end - section.padded_nbytes : end] for section, end in zip(sections, ends, strict=True)]
+
+
+def staged(buffer: HostBuffer, sections: Sequence[Section]) -> list[torch.Tensor]:
+    """The tensors of `sections` in a buffer that holds them one behind the other, each from a page on."""
+    ends = accumulate(section.padded_nbytes for section in sections)
+    return [
+        shaped(buffer.bytes[end - section.padded_nbytes : end], section.shape, section.dtype)
+        for section, end in zip(sections, ends, strict=True)
+    ]
 
 
 class Shard:
@@ -88,13 +113,15 @@ class Shard:
         path: Where the file will be.
         layer_idx: The layer its blocks belong to.
         first_token: Position of its first token in the layer when it was sealed.
-        sections: Its keys and its values.
+        sections: What its keys consist of, and its values.
+        storage: How keys and values are stored, in words, if not as they are.
         direct: Whether to bypass the page cache.
         keep_open: Whether the file may stay open between reads.
 
     Attributes:
         written: Resolves once the file is in place; replaced when a failed write is tried again.
         file_nbytes: Size of the file in bytes.
+        nbytes: Size of its tensors in bytes.
     """
 
     def __init__(
@@ -102,8 +129,9 @@ class Shard:
         path: Path,
         layer_idx: int,
         first_token: int,
-        sections: tuple[Section, Section],
+        sections: tuple[Sections, Sections],
         *,
+        storage: Mapping[str, str] | None = None,
         direct: bool,
         keep_open: bool,
     ) -> None:
@@ -112,25 +140,30 @@ class Shard:
         self.first_token = first_token
         self.sections = sections
         self.written: Future[None] = Future()
+        self._storage = dict(storage or {})
         self._direct = direct
         self._keep_open = keep_open
         self._descriptor: int | None = None
         offset = len(self._header(checksum=0))
-        for section in sections:
+        for section in chain(*sections):
             section.offset, offset = offset, offset + section.padded_nbytes
         self.file_nbytes = offset
+        self.nbytes = sum(section.nbytes for section in chain(*sections))
 
     def write(self, buffers: Sequence[HostBuffer]) -> None:
-        """Writes the file from one buffer a section; it appears under its name only when whole.
+        """Writes the file from one buffer for the keys and one for the values; it appears under its name when whole.
+
+        Each buffer holds its sections one behind the other, each from a page on.
 
         Raises:
             OSError: what the drive answered; the unfinished file is gone.
         """
         views = []
-        for section, buffer in zip(self.sections, buffers, strict=True):
-            buffer.view[section.nbytes : section.padded_nbytes] = bytes(section.padded_nbytes - section.nbytes)
-            section.checksums = _checksums(section, [buffer.view])
-            views.append(buffer.view[: section.padded_nbytes])
+        for sections, buffer in zip(self.sections, buffers, strict=True):
+            for section, view in zip(sections, spread(buffer.view, sections), strict=True):
+                view[section.nbytes :] = bytes(section.padded_nbytes - section.nbytes)
+                section.checksums = _checksums(section, [view])
+                views.append(view)
         encoded = self._header()
         header = mmap.mmap(-1, len(encoded))  # on a page, as O_DIRECT wants it
         header[:] = encoded
@@ -207,8 +240,8 @@ class Shard:
     def _check(self, section: Section, found: list[int]) -> None:
         for piece, (checksum, expected) in enumerate(zip(found, section.checksums, strict=True)):
             if checksum != expected:
-                first = self.first_token + piece * section.shape[3]
-                why = f"tokens {first} to {first + section.shape[3] - 1} do not match their checksum"
+                first = self.first_token + piece * section.piece_length
+                why = f"tokens {first} to {first + section.piece_length - 1} do not match their checksum"
                 raise self._corrupted([section], why)
 
     def _corrupted(self, sections: Sequence[Section], why: str) -> ShardCorruptedError:
@@ -218,7 +251,7 @@ class Shard:
         )
 
     def _describe(self, sections: Sequence[Section]) -> str:
-        names = " and ".join(section.name for section in sections)
+        names = " and ".join(dict.fromkeys(section.name.partition("_")[0] for section in sections))
         return f"the {names} of layer {self.layer_idx} in shard {self.path}"
 
     def _header(self, checksum: int | None = None) -> bytes:
@@ -227,10 +260,11 @@ class Shard:
             "version": FORMAT_VERSION,
             "layer_idx": str(self.layer_idx),
             "first_token": str(self.first_token),
+            **self._storage,
         }
         header: dict[str, Any] = {"__metadata__": metadata}
         at = 0
-        for section in self.sections:
+        for section in chain(*self.sections):
             checksums = section.checksums if checksum is None else [checksum] * section.shape[0]
             metadata[f"xxh3_{section.name}"] = " ".join(f"{value:016x}" for value in checksums)
             end = at + section.nbytes

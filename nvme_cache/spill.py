@@ -91,7 +91,7 @@ def _run(write: Write, failed: deque[tuple[Write, NVMeCacheError]], meter: Meter
         failed.append((write, explained))
         write.staging.fail(explained)
         raise explained from error
-    meter.written_bytes += sum(section.nbytes for section in write.shard.sections)
+    meter.written_bytes += write.shard.nbytes
     for buffer in write.buffers:
         write.staging.release(buffer, write.event)
 

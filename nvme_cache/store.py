@@ -17,7 +17,7 @@ import shutil
 import tempfile
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import RLock
@@ -27,7 +27,7 @@ import psutil
 from . import io
 from .drive import TEST_BYTES, Drive, drive_of
 from .errors import OffloadDirectoryError, StorageFullError
-from .shards import Section, Shard
+from .shards import Sections, Shard
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +99,13 @@ class Store:
             self._reserved_bytes -= self._freed_bytes.popleft()
         return self._reserved_bytes
 
-    def new_shard(self, layer_idx: int, first_token: int, sections: tuple[Section, Section]) -> Shard:
+    def new_shard(
+        self,
+        layer_idx: int,
+        first_token: int,
+        sections: tuple[Sections, Sections],
+        storage: Mapping[str, str] | None = None,
+    ) -> Shard:
         """A shard yet to be written, its size counted. Its file is deleted once nothing refers to the shard.
 
         Raises:
@@ -112,6 +118,7 @@ class Store:
                 layer_idx,
                 first_token,
                 sections,
+                storage=storage,
                 direct=self._direct,
                 keep_open=len(_open_shards) < io.open_file_allowance(),
             )

@@ -309,7 +309,7 @@ def test_a_closed_cache_holds_no_memory(make_cache):
     cache = make_cache(block_size=16, host_budget=1 << 30)
     for layer_idx in range(3):
         cache.update(*torch.randn(2, 1, 2, 200, 16), layer_idx)
-    blocks = weakref.ref(cache.layers[0]._history.runs[0].blocks.keys)
+    blocks = weakref.ref(cache.layers[0]._history.runs[0].blocks.parts[0][0])
     cache.close()
     assert blocks() is None
     assert set(cache.memory_usage().values()) == {0}

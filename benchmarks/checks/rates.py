@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 
 from nvme_cache import OffloadedNVMeCache
 from nvme_cache.buffers import HostBuffer
-from nvme_cache.shards import Section, Shard
+from nvme_cache.shards import Section, Sections, Shard
 from nvme_cache.store import Store
 from nvme_cache.transfer import transfer_for
 
@@ -106,9 +106,9 @@ def _drive_rates(run: Run, threads: int) -> dict[str, float]:
     }
 
 
-def _sections() -> tuple[Section, Section]:
+def _sections() -> tuple[Sections, Sections]:
     keys, values = (Section.of(name, _BLOCKS_SHAPE, torch.bfloat16) for name in ("keys", "values"))
-    return keys, values
+    return (keys,), (values,)
 
 
 def _write(shards: Sequence[Shard], buffers: Sequence[HostBuffer]) -> None:
@@ -118,7 +118,7 @@ def _write(shards: Sequence[Shard], buffers: Sequence[HostBuffer]) -> None:
 
 def _read(shards: Sequence[Shard], buffers: Sequence[HostBuffer]) -> None:
     for shard in shards:
-        for section, buffer in zip(shard.sections, buffers, strict=True):
+        for (section,), buffer in zip(shard.sections, buffers, strict=True):
             views = [[buffer.view[: section.padded_nbytes]]]
             shard.read([section], views)
             shard.verify([section], views)

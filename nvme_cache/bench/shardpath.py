@@ -65,7 +65,7 @@ class ShardFiles:
         def read_part(thread: int) -> int:
             views = [[buffer.view] for buffer in buffers[thread]]
             for shard in itertools.islice(itertools.cycle(parts[thread]), count):
-                shard.read(shard.sections, views)
+                shard.read([*shard.sections[0], *shard.sections[1]], views)
             return count * 2 * self._section_bytes
 
         def read() -> Sample:
@@ -76,7 +76,7 @@ class ShardFiles:
 
     def _write(self, nbytes: int, buffers: list[HostBuffer]) -> int:
         for _ in range(max(1, nbytes // (2 * self._section_bytes))):
-            shard = self._store.new_shard(0, 0, (self._section("keys"), self._section("values")))
+            shard = self._store.new_shard(0, 0, ((self._section("keys"),), (self._section("values"),)))
             shard.write(buffers)
             self._shards.append(shard)
         return nbytes
@@ -118,6 +118,7 @@ class FetchPath:
             block_size=_BLOCK_SIZE,
             prefetch_depth=None,
             io_threads=site.threads,
+            quantization=None,
             verify=verify,
         )
         self._layer_bytes = layer_bytes
