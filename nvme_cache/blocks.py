@@ -16,52 +16,10 @@ import torch
 from .placement import Tier
 from .quantization import Codec
 from .shards import Shard
+from .states import States
 
 Copy: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 Parts: TypeAlias = tuple[torch.Tensor, ...]
-States: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class StateSpec:
-    """What one token's keys (or values) of one layer look like: `[num_heads, head_dim]` of `dtype`."""
-
-    num_heads: int
-    head_dim: int
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, states: torch.Tensor) -> "StateSpec":
-        """The spec of `states`, shaped `[batch, num_heads, seq_length, head_dim]`."""
-        return cls(states.shape[1], states.shape[3], states.dtype)
-
-    def nbytes(self, tokens: int) -> int:
-        """Size in bytes of `tokens` tokens of one batch row."""
-        return self.num_heads * self.head_dim * self.dtype.itemsize * tokens
-
-
-@dataclass(frozen=True, slots=True)
-class LayerSpec:
-    """The specs of one layer's keys and values; they differ in width with MLA and in dtype under autocast."""
-
-    keys: StateSpec
-    values: StateSpec
-
-    @classmethod
-    def of(cls, key_states: torch.Tensor, value_states: torch.Tensor) -> "LayerSpec":
-        """The spec of a layer that was given these states."""
-        return cls(StateSpec.of(key_states), StateSpec.of(value_states))
-
-    def nbytes(self, tokens: int) -> int:
-        """Size in bytes of `tokens` tokens of one batch row, keys and values."""
-        return self.keys.nbytes(tokens) + self.values.nbytes(tokens)
-
-    def promoted(self, other: "LayerSpec") -> "LayerSpec":
-        """This spec with the dtypes that hold both this one's and `other`'s values, as concatenation promotes."""
-        return LayerSpec(
-            replace(self.keys, dtype=torch.promote_types(self.keys.dtype, other.keys.dtype)),
-            replace(self.values, dtype=torch.promote_types(self.values.dtype, other.values.dtype)),
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,8 @@ from .errors import CacheMisuseError, NVMeCacheError
 from .guards import Forward, GenerateCall, Progress, Prompt, is_prefilling
 from .layers import NVMeLayer
 from .pager import Pager
-from .placement import ASSUMED_LAYERS, Budgets, Tier
-from .quantization import QuantizationConfig, parse_quantization
+from .placement import ASSUMED_LAYERS, BLOCK_SIZE, Budgets, Tier
+from .quantization import QuantizationConfig, parse_quantization, warn_of_exact
 from .store import Store
 from .units import parse_size
 
@@ -72,7 +72,7 @@ class OffloadedNVMeCache(DynamicCache):
         config: PreTrainedConfig | None = None,
         *,
         offload_dir: str | os.PathLike[str] | None = None,
-        block_size: int = 256,
+        block_size: int = BLOCK_SIZE,
         device_budget: int | str = 0,
         host_budget: int | str = "auto",
         disk_budget: int | str | None = None,
@@ -106,6 +106,8 @@ class OffloadedNVMeCache(DynamicCache):
             quantization=quantized,
             verify=verify,
         )
+        if quantized is not None and len(stock) > paged:
+            warn_of_exact(tuple(sorted({type(layer).__name__ for layer in stock if type(layer) is not DynamicLayer})))
         self._grows = not stock
         self._successors: dict[int, int] = {}
         self._last_updated: int | None = None

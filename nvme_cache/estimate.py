@@ -14,15 +14,16 @@ from .arguments import check_at_least, parse_dtype, parse_host_budget
 from .drive import Drive
 from .footprint import Footprint, footprint_of, read_config
 from .machine import Machine, machine_of
-from .placement import Budgets, Tier, place
-from .tax import Prediction, predict, stored_bytes
+from .placement import BLOCK_SIZE, Budgets, Tier, place
+from .quantization import parse_quantization
+from .tax import Prediction, predict
 from .units import in_bytes, parse_size
 
 ACCEPTABLE_TAX = 0.3  # share of compute: the most that teams put up with, says the article the project starts from
 LOOKUP_TOKENS = 2.0  # a sweep, with prompt lookup where answers quote the prompt
-_BLOCK_SIZE = 256
 _SOFTWARE_S = 1.2e-4  # Python per paged layer and step; measured with all blocks resident, on 2 vCPUs of an AMD EPYC
 _READ_CPU_S_PER_BYTE = 7.5e-11  # to read and check; docs/performance.md, layers of 64 MiB
+_NARROWER = ("int8", "int4")
 _SHARES = (0.25, 0.5, 0.75, 0.9, 1.0)
 
 
@@ -147,15 +148,20 @@ def run(request: Request) -> Report:
         compute_ms=request.compute_ms,
         memory=request.memory,
         disk_budget=request.disk_budget,
+        formats=[name for name in dict.fromkeys((*request.quantizations, *_NARROWER)) if name != "none"],
+        dtype=footprint.dtype,
     )
     notes = [*machine.assumptions, f"pays: where paging adds at most {ACCEPTABLE_TAX:.0%} to a token"]
     made_for = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     if made_for and max(request.contexts) > made_for:
         notes.append(f"context: the model is made for {made_for:,} tokens")
-    if set(request.quantizations) - {"none"}:
-        notes.append("quantization: planning figures")
-    plans = _plans(request, footprint, machine)
-    return Report(request.model, machine, [estimate(footprint, plan, machine) for plan in plans], notes)
+    estimates = [estimate(footprint, plan, machine) for plan in _plans(request, footprint, machine)]
+    if len(set(request.quantizations)) > 1:
+        longest = [found for found in estimates if found.plan.context == max(request.contexts)]
+        fastest = min(longest, key=lambda found: found.prediction.step_s).plan
+        named = fastest.quantization or "exact blocks"
+        notes.append(f"quantization: {named} the fastest here at {fastest.context:,} tokens")
+    return Report(request.model, machine, estimates, notes)
 
 
 def _plans(request: Request, footprint: Footprint, machine: Machine) -> list[Plan]:
@@ -212,6 +218,7 @@ def _evaluate(footprint: Footprint, plan: Plan, machine: Machine) -> Estimate:
         compute_cores=cores,
         read_cpu_s_per_byte=_READ_CPU_S_PER_BYTE,
         copy_cpu_s_per_byte=cores / machine.copy_bytes_per_s if on_host and machine.copy_bytes_per_s else 0.0,
+        dequantize_cpu_s_per_byte=1 / machine.dequantize_bytes_per_s.get(plan.quantization or "", math.inf),
     )
     if not prediction.token_bytes:
         return Estimate(plan, prediction, Verdict.NOTHING, "no layer of this model is paged")
@@ -226,11 +233,11 @@ def _evaluate(footprint: Footprint, plan: Plan, machine: Machine) -> Estimate:
 def _shares(footprint: Footprint, plan: Plan) -> dict[Tier, float]:
     """Of the sealed bytes, by tier, as the cache places a prompt's blocks."""
     used_by_all: Counter[Tier] = Counter()
-    num_blocks = max(1, plan.context // _BLOCK_SIZE)
+    num_blocks = max(1, plan.context // BLOCK_SIZE)
     budgets = Budgets(plan.device_budget, plan.host_budget)
     for layer in footprint.paged:
-        token_bytes = stored_bytes(layer.token_elements, layer.token_bytes, plan.quantization)
-        block_bytes = math.ceil(token_bytes * min(_BLOCK_SIZE, plan.context) * plan.batch_size)
+        token_bytes = layer.stored_token_bytes(parse_quantization(plan.quantization))
+        block_bytes = math.ceil(token_bytes * min(BLOCK_SIZE, plan.context) * plan.batch_size)
         if not block_bytes:
             continue
         counts = place(num_blocks, block_bytes, budgets, len(footprint.paged), Counter(), used_by_all)
@@ -264,7 +271,7 @@ def _what_does_not_fit(footprint: Footprint, plan: Plan, machine: Machine, predi
 def _changes(footprint: Footprint, plan: Plan, machine: Machine) -> Iterator[tuple[str, Plan]]:
     """Plans that differ from `plan`, in words, the fewest changes first, and of as many the cheapest."""
     now = _token_bytes(footprint, plan.quantization)
-    narrower = [name for name in ("int8", "int4") if _token_bytes(footprint, name) < now]
+    narrower = [name for name in _NARROWER if _token_bytes(footprint, name) < now]
     levers: list[list[tuple[str, dict[str, Any]]]] = [
         [(f"prompt lookup ({LOOKUP_TOKENS:g} tokens a sweep)", {"tokens_per_sweep": LOOKUP_TOKENS})],
         [(name, {"quantization": name}) for name in narrower],
@@ -292,4 +299,4 @@ def _changes(footprint: Footprint, plan: Plan, machine: Machine) -> Iterator[tup
 
 
 def _token_bytes(footprint: Footprint, quantization: str | None) -> float:
-    return stored_bytes(footprint.paged_token_elements, footprint.paged_token_bytes, quantization)
+    return footprint.stored_token_bytes(parse_quantization(quantization))

@@ -20,6 +20,9 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixi
 
 from .arguments import cache_argument
 from .errors import ConfigurationError
+from .placement import BLOCK_SIZE
+from .quantization import QuantizationConfig, stored_token_bytes
+from .states import LayerSpec
 
 if TYPE_CHECKING:  # importing it would start the compiler
     from transformers import PreTrainedModel
@@ -31,18 +34,14 @@ class LayerFootprint:
 
     Attributes:
         is_paged: Whether `OffloadedNVMeCache` pages the layer; else it is transformers' own and stays resident.
-        key_bytes: Bytes of keys per token.
-        value_bytes: Bytes of values per token.
-        token_elements: Numbers per token, keys and values together.
+        spec: A token's keys and values; None if there are none.
         index_bytes: Bytes per token of anything else that grows with the tokens, such as an indexer's keys.
         window: Most tokens the layer keeps; None for all.
         fixed_bytes: Bytes that do not depend on the context: the states of convolutions and linear attention.
     """
 
     is_paged: bool
-    key_bytes: int
-    value_bytes: int
-    token_elements: int
+    spec: LayerSpec | None
     index_bytes: int = 0
     window: int | None = None
     fixed_bytes: int = 0
@@ -50,7 +49,13 @@ class LayerFootprint:
     @property
     def token_bytes(self) -> int:
         """Bytes per token."""
-        return self.key_bytes + self.value_bytes + self.index_bytes
+        return (self.spec.nbytes(1) if self.spec else 0) + self.index_bytes
+
+    def stored_token_bytes(self, quantization: QuantizationConfig | None) -> float:
+        """Bytes per token in sealed blocks of the usual size."""
+        if self.spec is None:
+            return self.token_bytes
+        return stored_token_bytes(self.spec, quantization, BLOCK_SIZE) + self.index_bytes
 
     def nbytes(self, context: int) -> int:
         """Bytes after `context` tokens."""
@@ -80,14 +85,18 @@ class Footprint:
         return tuple(layer for layer in self.layers if layer.is_paged)
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of the first paged layer's keys."""
+        return next((layer.spec.keys.dtype for layer in self.paged if layer.spec), torch.bfloat16)
+
+    @property
     def paged_token_bytes(self) -> int:
         """Bytes per token and batch row of all paged layers, unquantized."""
         return sum(layer.token_bytes for layer in self.paged)
 
-    @property
-    def paged_token_elements(self) -> int:
-        """Numbers per token and batch row in all paged layers."""
-        return sum(layer.token_elements for layer in self.paged)
+    def stored_token_bytes(self, quantization: QuantizationConfig | None) -> float:
+        """Bytes per token and batch row of all paged layers, in sealed blocks of the usual size."""
+        return sum(layer.stored_token_bytes(quantization) for layer in self.paged)
 
     def resident_bytes(self, context: int, batch_size: int = 1) -> int:
         """Bytes of the layers that are not paged, after `context` tokens of each row."""
@@ -217,9 +226,7 @@ def _layer(layer: Any) -> LayerFootprint:
     window = getattr(layer, "sliding_window", None)
     return LayerFootprint(
         is_paged=type(layer) is DynamicLayer,
-        key_bytes=_nbytes(keys),
-        value_bytes=_nbytes(values),
-        token_elements=sum(states.numel() for states in keys + values),
+        spec=LayerSpec.of(keys[0], values[0]) if keys and values else None,
         index_bytes=_nbytes(states for states in _tensors(held.values()) if states.ndim),  # scalars are settings
         window=None if window is None else window - 1,  # the newest token's is not kept for the step after it
         fixed_bytes=_nbytes(fixed),

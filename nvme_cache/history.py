@@ -6,8 +6,9 @@ from functools import cached_property
 
 import torch
 
-from .blocks import BlockRun, LayerSpec, States, StateSpec
+from .blocks import BlockRun
 from .placement import Tier
+from .states import LayerSpec, States, StateSpec
 
 
 class Tail:

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from .blocks import LayerSpec, States, cut
+from .blocks import cut
 from .errors import CacheMisuseError
 from .history import History, Tail
 from .io import round_up
@@ -16,6 +16,7 @@ from .pager import Pager
 from .placement import Tier
 from .shards import dtype_name
 from .slots import Lease, Slot
+from .states import LayerSpec, States
 
 
 class NVMeLayer(CacheLayerMixin):

@@ -4,6 +4,7 @@ import math
 import shutil
 import statistics
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -13,6 +14,9 @@ from .cgroup import available_bytes
 from .drive import Drive
 from .errors import ConfigurationError
 from .footprint import Footprint
+from .placement import BLOCK_SIZE
+from .quantization import QuantizationConfig
+from .states import LayerSpec, StateSpec
 from .store import Store
 from .transfer import Transfer, accelerator, transfer_for
 from .units import in_bytes, parse_rate, parse_size
@@ -29,6 +33,7 @@ class Machine:
         nvme_bytes_per_s: What the drive reads.
         pcie_bytes_per_s: What the link moves to the device; None where the model computes on the host.
         copy_bytes_per_s: What copies in memory move where the model computes; None where nothing needs it.
+        dequantize_bytes_per_s: Keys and values that a core dequantizes, by format; empty where the device does it.
         compute_s: Seconds of compute per step; None for as long as reading weights and cache from memory takes.
         memory_bytes: Free where the model computes; None if unknown.
         host_bytes: Most that a host budget may be.
@@ -39,6 +44,7 @@ class Machine:
     nvme_bytes_per_s: float
     pcie_bytes_per_s: float | None
     copy_bytes_per_s: float | None
+    dequantize_bytes_per_s: Mapping[str, float]
     compute_s: float | None
     memory_bytes: int | None
     host_bytes: int
@@ -62,6 +68,8 @@ def machine_of(
     compute_ms: float | None,
     memory: int | str | None,
     disk_budget: int | str | None,
+    formats: Sequence[str] = (),
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Machine:
     """The machine as described; what is None is measured on this one.
 
@@ -71,6 +79,8 @@ def machine_of(
         compute_ms: Milliseconds of compute per step.
         memory: Bytes free where the model computes, such as "24GiB".
         disk_budget: Most bytes of shards, likewise.
+        formats: Of quantized blocks, whose dequantizing counts where the model computes on the host.
+        dtype: Of keys and values.
 
     Raises:
         ConfigurationError: a figure is none.
@@ -116,6 +126,7 @@ def machine_of(
         nvme_bytes_per_s=nvme_rate,
         pcie_bytes_per_s=pcie_rate,
         copy_bytes_per_s=copies,
+        dequantize_bytes_per_s=_dequantize_rates(formats, dtype, said) if pcie_rate is None else {},
         compute_s=None if compute_ms is None else compute_ms / 1e3,
         memory_bytes=memory_bytes,
         host_bytes=available_bytes(),
@@ -147,6 +158,14 @@ def _copy_rate(device: torch.device) -> float:
     return copy_rate(transfer, transfer.device_memory(_TEST_BYTES), transfer.device_memory(_TEST_BYTES))
 
 
+def _dequantize_rates(formats: Sequence[str], dtype: torch.dtype, said: list[str]) -> dict[str, float]:
+    rates = {name: dequantize_rate(name, dtype) for name in formats}
+    if rates:
+        words = ", ".join(f"{name} {in_bytes(rate)}/s" for name, rate in rates.items())
+        said.append(f"dequantizing: {words} of keys and values a core, measured")
+    return rates
+
+
 def _link_rate(device: torch.device) -> float:
     """Bytes per second that reach the device from pinned host memory."""
     transfer = transfer_for(device)
@@ -172,3 +191,20 @@ def copy_rate(transfer: Transfer, target: torch.Tensor, source: torch.Tensor) ->
         transfer.record().synchronize()
         samples.append(target.nbytes / (time.perf_counter() - started))
     return statistics.median(samples[1:])  # the first also faults the target in
+
+
+def dequantize_rate(name: str, dtype: torch.dtype) -> float:
+    """Bytes of keys and values per CPU second that blocks in a format become, as readers lay them out on the host."""
+    spec = LayerSpec(StateSpec(8, 128, dtype), StateSpec(8, 128, dtype))
+    blocks = torch.randn(4, 1, 8, BLOCK_SIZE, 128, generator=torch.Generator().manual_seed(0)).to(dtype)
+    codecs = QuantizationConfig(key=name, value=name).codecs(spec, BLOCK_SIZE)
+    stored = [(codec, codec.encode(blocks)) for codec in codecs]
+    states = torch.empty_like(blocks)
+    samples: list[float] = []
+    began = time.perf_counter()
+    while len(samples) < 3 or time.perf_counter() - began < _TEST_S:
+        started_s = time.process_time()
+        for codec, parts in stored:
+            codec.decode(parts, states)
+        samples.append(2 * states.nbytes / (time.process_time() - started_s))
+    return statistics.median(samples[1:])

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 
 from . import fetch
-from .blocks import BlockRun, LayerSpec, States
+from .blocks import BlockRun
 from .buffers import StagingPool
 from .errors import CacheClosedError, CacheMisuseError
 from .meter import Meter, split
@@ -26,6 +26,7 @@ from .seal import Lane, Sealer
 from .shards import MAX_SECTION_BYTES
 from .slots import Lease, SlotPool
 from .spill import Writer
+from .states import LayerSpec, States
 from .store import Store
 from .transfer import Timestamp, transfer_for
 

@@ -15,6 +15,9 @@ from enum import StrEnum
 ASSUMED_LAYERS = 64
 
 
+BLOCK_SIZE = 256  # tokens, where nothing else is asked for: blocks read at random at the drive's full rate
+
+
 class Tier(StrEnum):
     """Where a block lives."""
 

@@ -11,21 +11,24 @@ padding ever takes part in a scale.
 """
 
 import json
+import logging
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 
 from .errors import ConfigurationError
+from .states import LayerSpec, StateSpec
+
+logger = logging.getLogger(__name__)
 
 Axis: TypeAlias = Literal["channel", "token"]
 
 _BITS = {"int8": 8, "int4": 4, "int2": 2, "float8": 8}
 FORMATS = tuple(_BITS)
-_UNSUPPORTED = {torch.float8_e4m3fn, torch.float8_e5m2}  # already as small
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +65,14 @@ class QuantizationConfig:
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConfigurationError(f"{name}={value!r} must be a whole number of at least {least}")
 
-    def codecs(self, block_size: int) -> "tuple[Codec, Codec]":
-        """How keys and values of blocks of `block_size` tokens are stored."""
-        pairs = (self.key, self.axis_key), (self.value, self.axis_value)
+    def codecs(self, spec: LayerSpec, block_size: int) -> "tuple[Codec, Codec]":
+        """How a layer's keys and values are stored in blocks of `block_size` tokens; exactly, if not otherwise."""
         keys, values = (
-            Exact() if name is None else Quantized(name, axis, self.q_group_size, block_size) for name, axis in pairs
+            Quantized(name, axis, self.q_group_size, block_size) if name and _is_quantizable(kind) else Exact()
+            for kind, name, axis in (
+                (spec.keys, self.key, self.axis_key),
+                (spec.values, self.value, self.axis_value),
+            )
         )
         return keys, values
 
@@ -79,7 +85,7 @@ def parse_quantization(value: object) -> QuantizationConfig | None:
     """
     if value is None or isinstance(value, QuantizationConfig):
         return value
-    _check_one_of("quantization", value, (None, *FORMATS), f", or a QuantizationConfig({_field_names()})")
+    _check_one_of("quantization", value, (None, *FORMATS), ", or a QuantizationConfig")
     return QuantizationConfig(key=str(value), value=str(value))
 
 
@@ -106,9 +112,6 @@ class Codec(Protocol):
     def describe(self) -> str:
         """What it takes to decode, as JSON."""
 
-    def takes(self, shape: Sequence[int], dtype: torch.dtype) -> bool:
-        """Whether blocks of this shape and dtype can be stored so."""
-
     def parts(self, shape: Sequence[int], dtype: torch.dtype) -> list[Part]:
         """What blocks of `shape` and `dtype` become."""
 
@@ -125,9 +128,6 @@ class Exact:
 
     def describe(self) -> str:
         return json.dumps({"format": "exact"})
-
-    def takes(self, shape: Sequence[int], dtype: torch.dtype) -> bool:
-        return True
 
     def parts(self, shape: Sequence[int], dtype: torch.dtype) -> list[Part]:
         return [Part("", tuple(shape), dtype)]
@@ -166,9 +166,6 @@ class Quantized:
 
     def describe(self) -> str:
         return json.dumps(asdict(self))
-
-    def takes(self, shape: Sequence[int], dtype: torch.dtype) -> bool:
-        return math.prod(shape) > 0 and dtype not in _UNSUPPORTED
 
     def parts(self, shape: Sequence[int], dtype: torch.dtype) -> list[Part]:
         *outer, block_size, head_dim = shape
@@ -262,9 +259,18 @@ def nearest_divisor(number: int, wanted: int) -> int:
     return min(divisors, key=lambda divisor: (max(divisor, wanted) / min(divisor, wanted), divisor))
 
 
-def stored_nbytes(codec: Codec, shape: Sequence[int], dtype: torch.dtype) -> int:
-    """Bytes that blocks of `shape` and `dtype` take."""
-    return sum(part.nbytes for part in codec.parts(shape, dtype))
+@cache
+def stored_token_bytes(spec: LayerSpec, quantization: QuantizationConfig | None, block_size: int) -> float:
+    """Bytes that a token of one batch row takes in sealed blocks, with its share of what decodes them."""
+    if quantization is None:
+        return spec.nbytes(1)
+    kinds = zip(quantization.codecs(spec, block_size), (spec.keys, spec.values), strict=True)
+    blocks = (codec.parts((1, 1, kind.num_heads, block_size, kind.head_dim), kind.dtype) for codec, kind in kinds)
+    return sum(part.nbytes for parts in blocks for part in parts) / block_size
+
+
+def _is_quantizable(kind: StateSpec) -> bool:
+    return kind.nbytes(1) > 0 and kind.dtype.itemsize > 1  # floats of 8 bits are as small already
 
 
 def _quantize(groups: torch.Tensor, name: str, *, axis: int) -> Iterator[torch.Tensor]:
@@ -309,11 +315,15 @@ def _quanto() -> Any:
     return quanto
 
 
+@cache  # said once
+def warn_of_exact(kinds: tuple[str, ...]) -> None:
+    """Says which kinds of layers `quantization` leaves alone."""
+    logger.warning(
+        "quantization is for layers of full attention; of other kinds, and exact, stay: %s", ", ".join(kinds)
+    )
+
+
 def _check_one_of(name: str, value: object, known: Sequence[object], more: str = "") -> None:
     if value not in known:
         listed = ", ".join(str(each) if each is None else f'"{each}"' for each in known)
         raise ConfigurationError(f"{name}={value!r} must be one of {listed}{more}")
-
-
-def _field_names() -> str:
-    return ", ".join(f"{field.name}=..." for field in fields(QuantizationConfig))

@@ -3,11 +3,10 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 
-from .blocks import BlockRun, LayerSpec, ResidentBlocks, States, StateSpec, cut, pack
+from .blocks import BlockRun, ResidentBlocks, cut, pack
 from .buffers import StagingPool, shaped
 from .fetch import Filler
 from .io import ALIGNMENT, round_up
@@ -17,6 +16,7 @@ from .quantization import Codec, Exact, Part, QuantizationConfig
 from .shards import MAX_SECTION_BYTES, Section, Sections, Shard, staged
 from .slots import SlotPool
 from .spill import Write, Writer
+from .states import LayerSpec, States, StateSpec
 from .store import Store
 from .transfer import Event, Transfer
 
@@ -130,7 +130,7 @@ class Sealer:
             StorageFullError: there is no room; nothing was sealed.
         """
         batch_size, sinks = states[0][0].shape[0], self.sinks_due(first_token)
-        codecs = _EXACT if self.quantization is None else _codecs(self.quantization, self.block_size, spec)
+        codecs = _EXACT if self.quantization is None else self.quantization.codecs(spec, self.block_size)
         block = Layout(spec, batch_size, codecs, 1, self.block_size)
         sizes = [[round_up(part.nbytes, ALIGNMENT) for part in parts] for parts in block.parts]
         limit = max(1, MAX_SECTION_BYTES // max(map(sum, sizes)))
@@ -210,13 +210,3 @@ class Sealer:
                         transfer.copy(target, encoded)
         lane.packed = transfer.record()
         return lane.packed
-
-
-@cache
-def _codecs(quantization: QuantizationConfig, block_size: int, spec: LayerSpec) -> tuple[Codec, Codec]:
-    """What `quantization` makes of a layer; what it cannot store stays exact, which is said once."""
-    keys, values = (
-        codec if codec.takes((1, 1, kind.num_heads, block_size, kind.head_dim), kind.dtype) else Exact()
-        for codec, kind in zip(quantization.codecs(block_size), (spec.keys, spec.values), strict=True)
-    )
-    return keys, values

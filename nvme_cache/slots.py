@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from .blocks import LayerSpec, States, StateSpec
 from .buffers import HostBuffer
 from .io import ALIGNMENT, round_up
+from .states import LayerSpec, States, StateSpec
 from .transfer import Transfer
 
 _WINDOW = 512  # updates: slots that were not needed for one or two of these are given up

@@ -5,11 +5,11 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from .blocks import States
 from .buffers import HostBuffer, StagingPool
 from .errors import NVMeCacheError, ShardIOError, StorageFullError
 from .meter import Meter
 from .shards import Shard
+from .states import States
 from .transfer import Event
 
 

@@ -14,12 +14,10 @@ from transformers import PreTrainedConfig
 
 from .errors import ConfigurationError
 from .footprint import Footprint, footprint_of, read_config
+from .quantization import QuantizationConfig, parse_quantization
 
 Bound: TypeAlias = Literal["compute", "nvme", "pcie"]
 
-# Bits per number with its share of scales: one bf16 scale for 128 numbers of 8 bits, a bf16 scale and shift for 64 of
-# fewer.
-_BITS: dict[str, float] = {"int8": 8.125, "int4": 4.5, "int2": 2.5, "float8": 8.125}
 _ROUNDING = 1e-9  # what sums of shares may be off
 _RATED_BYTES = 600e12  # terabytes written that a common 1 TB drive is rated for
 
@@ -88,19 +86,6 @@ class Prediction:
     prompts_per_drive: float
 
 
-def stored_bytes(elements: int, nbytes: int, quantization: str | None) -> float:
-    """Bytes that `elements` numbers of `nbytes` bytes take as stored.
-
-    Raises:
-        ConfigurationError: there is no such quantization.
-    """
-    if quantization is None:
-        return nbytes
-    if quantization not in _BITS:
-        raise ConfigurationError(f"quantization={quantization!r} must be None or one of {', '.join(_BITS)}")
-    return elements * _BITS[quantization] / 8
-
-
 def predict(
     model: Footprint | PreTrainedConfig | str | os.PathLike[str],
     *,
@@ -111,7 +96,7 @@ def predict(
     pcie_bytes_per_s: float | None = None,
     batch_size: int = 1,
     dtype: torch.dtype | None = None,
-    quantization: str | None = None,
+    quantization: str | QuantizationConfig | None = None,
     device_share: float = 0.0,
     host_share: float = 0.0,
     overlap: bool = True,
@@ -121,6 +106,7 @@ def predict(
     compute_cores: float = 0.0,
     read_cpu_s_per_byte: float = 0.0,
     copy_cpu_s_per_byte: float = 0.0,
+    dequantize_cpu_s_per_byte: float = 0.0,
     rated_bytes: float = _RATED_BYTES,
 ) -> Prediction:
     """What a decode step with a paged cache costs.
@@ -130,8 +116,9 @@ def predict(
     PCIe, one on NVMe is read and crosses PCIe. The tail, less than a block, is left out.
 
     The processor's own work for paging delays what computes beside it: `software_s` of Python for every paged layer,
-    and where the model computes on the processor, the CPU seconds that reading, checking and copying take, shared out
-    over its cores. Each layer waits once for the drive's latency; overlapped, behind compute like the reading itself.
+    and where the model computes on the processor, the CPU seconds that reading, checking, copying and dequantizing
+    take, shared out over its cores. Each layer waits once for the drive's latency; overlapped, behind compute like the
+    reading itself.
 
     Args:
         model: What the cache holds, or the model's config, or its folder or id on the hub.
@@ -142,8 +129,7 @@ def predict(
         pcie_bytes_per_s: What the link moves from host to device; None where the device is the host.
         batch_size: Batch rows.
         dtype: Of keys and values; None for the config's. A footprint has its own.
-        quantization: How blocks are stored: None, "int8" or "float8" (8.125 bits per number), "int4" (4.5), "int2"
-            (2.5).
+        quantization: How blocks are stored, as for `OffloadedNVMeCache`.
         device_share: Share of the blocks' bytes in the device tier.
         host_share: Share of them in the host tier; the rest is on NVMe.
         overlap: Whether compute, reading and moving go on at the same time.
@@ -152,7 +138,8 @@ def predict(
         software_s: Seconds of Python per paged layer and step.
         compute_cores: Processor cores that the model computes on; 0 for an accelerator.
         read_cpu_s_per_byte: CPU seconds per byte read from NVMe and checked.
-        copy_cpu_s_per_byte: CPU seconds per byte copied from memory into a slot.
+        copy_cpu_s_per_byte: CPU seconds per byte copied from memory into a slot, exact blocks only.
+        dequantize_cpu_s_per_byte: CPU seconds per byte of keys and values that quantized blocks become in a slot.
         rated_bytes: Bytes that may be written to the drive in its life.
 
     Raises:
@@ -167,9 +154,11 @@ def predict(
     _check_at_least_0(
         nvme_latency_s=nvme_latency_s, software_s=software_s, compute_cores=compute_cores,
         read_cpu_s_per_byte=read_cpu_s_per_byte, copy_cpu_s_per_byte=copy_cpu_s_per_byte,
+        dequantize_cpu_s_per_byte=dequantize_cpu_s_per_byte,
     )  # fmt: skip
     footprint = _footprint(model, dtype)
-    token_bytes = stored_bytes(footprint.paged_token_elements, footprint.paged_token_bytes, quantization)
+    quantized = parse_quantization(quantization)
+    token_bytes = footprint.stored_token_bytes(quantized)
     sealed_bytes = token_bytes * context * batch_size
     device_bytes, host_bytes = sealed_bytes * device_share, sealed_bytes * host_share
     rest = 1 - device_share - host_share
@@ -185,7 +174,11 @@ def predict(
     }
     own_s = software_s * num_layers
     if compute_cores:
-        own_s += (read_bytes * read_cpu_s_per_byte + copied_bytes * copy_cpu_s_per_byte) / compute_cores
+        laid_out_s = copied_bytes * copy_cpu_s_per_byte
+        if quantized is not None:
+            laid_out_bytes = footprint.paged_token_bytes * context * batch_size * selected_share
+            laid_out_s = laid_out_bytes * dequantize_cpu_s_per_byte
+        own_s += (read_bytes * read_cpu_s_per_byte + laid_out_s) / compute_cores
     latency_s = nvme_latency_s * num_layers if read_bytes else 0.0
     real = {**physical, "compute": compute_s + own_s, "nvme": physical["nvme"] + latency_s}
 

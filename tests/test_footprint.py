@@ -22,6 +22,7 @@ from nvme_cache.arguments import cache_argument
 from nvme_cache.errors import ConfigurationError
 from nvme_cache.footprint import footprint_of, read_config
 from nvme_cache.layers import NVMeLayer
+from nvme_cache.quantization import FORMATS, QuantizationConfig, parse_quantization
 
 from .test_architectures import VARIANTS, tiny
 
@@ -68,10 +69,28 @@ def test_bytes_are_those_really_stored(family, make_cache):
     assert footprint.weight_bytes == sum(parameter.nbytes for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("family", ["llama", "jetmoe", "deepseek_v3", "qwen3_next", "gpt_oss"])
+@pytest.mark.filterwarnings("ignore")
+def test_quantized_bytes_are_those_really_stored(family, make_cache):
+    model = tiny(family, VARIANTS[FAMILIES[family]])
+    footprint, block_size = footprint_of(model.config, torch.float32), 256
+    ids = torch.randint(2, 120, (ROWS, block_size), generator=torch.Generator().manual_seed(1))
+    for name in FORMATS:
+        quantization = QuantizationConfig(key=name, value=name, sink_tokens=0)
+        cache = make_cache(config=model.config, quantization=quantization)
+        with torch.no_grad():
+            model(input_ids=ids, **{cache_argument(model): cache}, use_cache=True)
+        stored = footprint.stored_token_bytes(quantization)
+        assert cache.memory_usage() == {"device": 0, "host": 0, "nvme": ROWS * block_size * stored}
+        assert stored < footprint.paged_token_bytes / 2
+
+
 def test_full_size_llama():
     footprint = footprint_of(LLAMA_8B)
     assert footprint.paged_token_bytes == 131_072
-    assert footprint.paged_token_elements == 65_536
+    bits = {None: 16, "int8": (8 + 16 / 256 + 8 + 16 / 128) / 2, "int4": 4.5, "int2": 2.5}
+    for name, expected in bits.items():
+        assert footprint.stored_token_bytes(parse_quantization(name)) * 8 == 65_536 * expected
     assert footprint.weight_bytes == footprint.step_weight_bytes(8) == 2 * 8_030_261_248
     assert footprint_of(LLAMA_8B, torch.float32).paged_token_bytes == 262_144
     assert footprint.resident_bytes(1 << 20) == 0
@@ -87,7 +106,7 @@ def test_full_size_deepseek_v3_caches_what_is_latent():
     began = time.perf_counter()
     footprint = footprint_of(DeepseekV3Config())
     assert time.perf_counter() - began < 8
-    assert {(layer.key_bytes, layer.value_bytes) for layer in footprint.paged} == {(512 * 2, 64 * 2)}
+    assert {(layer.spec.keys.nbytes(1), layer.spec.values.nbytes(1)) for layer in footprint.paged} == {(1024, 128)}
     assert footprint.paged_token_bytes == 61 * 576 * 2
     assert footprint.weight_bytes // 2 // 10**9 == 671
     # 8 of 256 experts a token: 37 billion parameters take part.

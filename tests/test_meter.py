@@ -16,6 +16,7 @@ from nvme_cache.buffers import StagingPool
 from nvme_cache.fetch import Target
 from nvme_cache.layers import NVMeLayer
 from nvme_cache.meter import Cause, Meter, Phase, split
+from nvme_cache.quantization import Quantized
 from nvme_cache.report import TaxReport
 from nvme_cache.shards import Shard
 from tests.conftest import cache_argument, prompt, tiny_model
@@ -26,6 +27,7 @@ PLACES = {
     Cause.DRIVE: (io, "read_all"),
     Cause.CHECK: (Shard, "verify"),
     Cause.COPY: (Target, "copy"),
+    Cause.DEQUANTIZE: (Quantized, "decode"),
     Cause.STAGING: (StagingPool, "acquire"),
     Cause.SOFTWARE: (NVMeLayer, "_complete_slot"),
 }
@@ -80,6 +82,16 @@ def test_copying_from_memory_goes_to_copies(make_cache, delay):
     tax = cache.tax.decode.tax_s
     assert 2 * LAYERS * DELAY_S * 0.99 <= tax[Cause.COPY] < 2.5 * LAYERS * DELAY_S  # keys, then values
     assert tax[Cause.DRIVE] == tax[Cause.CHECK] == 0
+
+
+@pytest.mark.parametrize("tier", [{}, {"host_budget": "1GiB"}, {"device_budget": "1GiB"}], ids=str)
+def test_dequantizing_goes_to_itself(tier, make_cache, delay):
+    cache = filled(make_cache, length=68, quantization="int8", **tier)
+    delay(Cause.DEQUANTIZE)
+    forward(cache, 1)
+    tax = cache.tax.decode.tax_s
+    assert 2 * LAYERS * DELAY_S * 0.99 <= tax[Cause.DEQUANTIZE] < 2.5 * LAYERS * DELAY_S  # keys, then values
+    assert sum(tax.values()) - tax[Cause.DEQUANTIZE] < 0.25 * LAYERS * DELAY_S
 
 
 def test_waiting_for_staging_buffers_goes_to_them(make_cache, delay):

@@ -15,7 +15,7 @@ import nvme_cache
 
 PACKAGE = Path(nvme_cache.__file__).parent
 LEVELS = [
-    {"cgroup", "errors", "io", "placement"},
+    {"cgroup", "errors", "io", "placement", "states"},
     {"units"},
     {"arguments", "guards", "quantization", "transfer"},
     {"buffers", "footprint", "meter"},

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import DynamicCache, LlamaConfig
 
 from nvme_cache import OffloadedNVMeCache
-from nvme_cache.blocks import States
+from nvme_cache.states import States
 
 from .resident import ResidentCache
 from .site import drop_pages

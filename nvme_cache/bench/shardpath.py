@@ -9,12 +9,13 @@ from typing import Self
 
 import torch
 
-from nvme_cache.blocks import BlockRun, LayerSpec, StateSpec
+from nvme_cache.blocks import BlockRun
 from nvme_cache.buffers import HostBuffer
 from nvme_cache.pager import Pager
 from nvme_cache.placement import Budgets, Tier
 from nvme_cache.shards import Section, Shard
 from nvme_cache.slots import Lease
+from nvme_cache.states import LayerSpec, StateSpec
 from nvme_cache.store import Store
 
 from .measure import Sample, timed
