@@ -51,7 +51,7 @@ class Target:
         states = (self.slot.keys, self.slot.values)[self.index][:, :, self.start : self.start + self.length]
         near = [_brought(part[: -(-self.length // self.piece_length)], transfer) for part in parts]
         for target, where in unpack(states, self.piece_length, self.batch_rows):
-            self.codec.decode([part[where] for part in near], target)
+            transfer.convert(self.codec.decode, [part[where] for part in near], target)
 
 
 @dataclass(frozen=True, slots=True)

@@ -198,7 +198,11 @@ def dequantize_rate(name: str, dtype: torch.dtype) -> float:
     spec = LayerSpec(StateSpec(8, 128, dtype), StateSpec(8, 128, dtype))
     blocks = torch.randn(4, 1, 8, BLOCK_SIZE, 128, generator=torch.Generator().manual_seed(0)).to(dtype)
     codecs = QuantizationConfig(key=name, value=name).codecs(spec, BLOCK_SIZE)
-    stored = [(codec, codec.encode(blocks)) for codec in codecs]
+    stored = []
+    for codec in codecs:
+        parts = [torch.empty(part.shape, dtype=part.dtype) for part in codec.parts(blocks.shape, dtype)]
+        codec.encode(blocks, parts)
+        stored.append((codec, parts))
     states = torch.empty_like(blocks)
     samples: list[float] = []
     began = time.perf_counter()

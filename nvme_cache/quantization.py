@@ -115,8 +115,8 @@ class Codec(Protocol):
     def parts(self, shape: Sequence[int], dtype: torch.dtype) -> list[Part]:
         """What blocks of `shape` and `dtype` become."""
 
-    def encode(self, blocks: torch.Tensor) -> list[torch.Tensor]:
-        """The parts of `blocks`, on their device."""
+    def encode(self, blocks: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+        """Stores `blocks` in memory for their parts, all on one device."""
 
     def decode(self, parts: Sequence[torch.Tensor], states: torch.Tensor) -> None:
         """Lays out the first tokens of stored blocks in `states`, `[num_blocks, batch, heads, length, head_dim]`."""
@@ -132,8 +132,8 @@ class Exact:
     def parts(self, shape: Sequence[int], dtype: torch.dtype) -> list[Part]:
         return [Part("", tuple(shape), dtype)]
 
-    def encode(self, blocks: torch.Tensor) -> list[torch.Tensor]:
-        return [blocks]
+    def encode(self, blocks: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+        parts[0].copy_(blocks)
 
     def decode(self, parts: Sequence[torch.Tensor], states: torch.Tensor) -> None:
         states.copy_(parts[0][:, :, :, : states.shape[3]])
@@ -182,9 +182,8 @@ class Quantized:
         return [Part("", codes, torch.uint8), Part("scale", scales, dtype), Part("shift", scales, dtype)]
 
     @torch.no_grad()
-    def encode(self, blocks: torch.Tensor) -> list[torch.Tensor]:
+    def encode(self, blocks: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
         group_size = self._group_size(blocks.shape[4])
-        parts = self.parts(blocks.shape, blocks.dtype)
         if self.axis == "channel":  # one group a column, [group_size, num_groups]
             spans = blocks.unflatten(3, (-1, group_size))
             codes, *scales = _quantize(spans.movedim(4, 0).flatten(1), self.format, axis=-1)
@@ -194,8 +193,8 @@ class Quantized:
             codes = codes.view(blocks.shape).unsqueeze(3)
         if self._per_byte > 1:
             codes = _packed(codes, _BITS[self.format])
-        # Only contiguous memory crosses to the host without a detour.
-        return [tensor.reshape(part.shape).contiguous() for tensor, part in zip((codes, *scales), parts, strict=True)]
+        for part, tensor in zip(parts, (codes, *scales), strict=True):
+            part.copy_(tensor.reshape(part.shape))
 
     @torch.no_grad()
     def decode(self, parts: Sequence[torch.Tensor], states: torch.Tensor) -> None:

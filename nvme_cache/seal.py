@@ -195,17 +195,17 @@ class Sealer:
         transfer.wait(lane.packed)
         with transfer.side_stream(transfer.mark()):
             for index, (codec, parts) in enumerate(zip(layout.codecs, targets, strict=True)):
-                if isinstance(codec, Exact):
-                    blocks = transfer.on_device(parts[0])
-                else:
-                    sample = states[0][index]
-                    blocks = sample.new_empty(layout.shapes[index], dtype=layout.kinds[index].dtype)
+                near = [transfer.on_device(part) for part in parts]
+                exact = isinstance(codec, Exact)
+                blocks = near[0] if exact else transfer.empty(layout.shapes[index], layout.kinds[index].dtype)
                 at = 0
                 for part in states:
                     for block_view, token_view in pack(blocks, at, part[index]):
                         transfer.copy(block_view, token_view)
                     at += part[index].shape[2]
-                for target, encoded in zip(parts, codec.encode(blocks), strict=True):
+                if not exact:
+                    transfer.convert(codec.encode, blocks, near)
+                for target, encoded in zip(parts, near, strict=True):
                     if target is not encoded:
                         transfer.copy(target, encoded)
         lane.packed = transfer.record()

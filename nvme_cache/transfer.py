@@ -11,16 +11,19 @@ On CPU there is one order, the program's: the same calls copy at once and events
 
 import mmap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeAlias, cast
 
 import torch
 
 from .io import ALIGNMENT, round_up
 
 _HUGE_PAGE = 2 << 20
+
+Tensors: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
+Conversion: TypeAlias = Callable[[Any, Any], None]
 
 
 class Event(Protocol):
@@ -71,15 +74,21 @@ class Transfer(Protocol):
     def side_stream(self, after: Event) -> Iterator[None]:
         """What is called inside runs on the side stream, not before `after`."""
 
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Memory on the device, to be asked for, used and dropped inside `side_stream`."""
+
     def on_device(self, blocks: torch.Tensor) -> torch.Tensor:
         """Memory shaped like `blocks`, wherever those are, on the device; `blocks` themselves if they are there.
 
         Only contiguous copies cross between host and device at full rate and without blocking the host, so what is
-        rearranged is rearranged on the device. To be called, used and dropped inside `side_stream`.
+        rearranged is rearranged on the device. As `empty`, for inside `side_stream`.
         """
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copies `source` into `target` on the side stream, without blocking the host."""
+
+    def convert(self, function: Conversion, source: Tensors, target: Tensors) -> None:
+        """Has `function(source, target)` fill `target`, all on the device, on the side stream."""
 
     def record(self) -> Event:
         """An event behind everything enqueued so far on the side stream."""
@@ -123,11 +132,17 @@ class HostTransfer:
     def side_stream(self, after: Event) -> Iterator[None]:
         yield
 
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+
     def on_device(self, blocks: torch.Tensor) -> torch.Tensor:
         return blocks
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
+
+    def convert(self, function: Conversion, source: Tensors, target: Tensors) -> None:
+        function(source, target)
 
     def record(self) -> "_Passed":
         return _PASSED
@@ -197,13 +212,17 @@ class StreamTransfer:
             torch.accelerator.set_stream(previous)
             torch.accelerator.set_device_index(index)
 
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=self._device)
+
     def on_device(self, blocks: torch.Tensor) -> torch.Tensor:
-        if blocks.device == self._device:
-            return blocks
-        return torch.empty_like(blocks, device=self._device)
+        return blocks if blocks.device == self._device else self.empty(blocks.shape, blocks.dtype)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source, non_blocking=True)
+
+    def convert(self, function: Conversion, source: Tensors, target: Tensors) -> None:
+        function(source, target)
 
     def record(self) -> torch.Event:
         return self._record_on(self._side)

@@ -134,7 +134,7 @@ class Executor(TorchDispatchMode):
         self.copies = self.crossings = 0
         self._lock = threading.RLock()
         self._thread = threading.get_ident()  # where the model runs
-        self._queue: deque[tuple[Memory, Memory]] = deque()
+        self._queue: deque[tuple[Callable, list[Memory], list[Memory]]] = deque()
         self._done = 0
         self._uses: dict[int, Uses] = {}
         self._written: dict[int, tuple[Stream, int]] = {}
@@ -219,13 +219,13 @@ class Executor(TorchDispatchMode):
         finally:
             self._local.is_inside = False
 
-    def on_device(self, blocks: torch.Tensor) -> torch.Tensor:
+    def empty(self, shape, dtype) -> torch.Tensor:
         assert self._local.is_inside
-        home = self._home(blocks)
-        if home is not None:
-            return blocks
         with self._copying():
-            return self._made(torch.empty_like(blocks), self.side)
+            return self._made(torch.empty(shape, dtype=dtype), self.side)
+
+    def on_device(self, blocks: torch.Tensor) -> torch.Tensor:
+        return self.empty(blocks.shape, blocks.dtype) if self._home(blocks) is None else blocks
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         assert self._local.is_inside
@@ -233,13 +233,25 @@ class Executor(TorchDispatchMode):
             crosses = (self._home(target) is None) != (self._home(source) is None)
             if crosses and not (target.is_contiguous() and source.is_contiguous() and target.dtype == source.dtype):
                 self._fail("a copy between host and device that would block the host")
-            self._queue.append((self._remember(target), self._remember(source)))
-            self.side.length += 1
-            self.copies += 1
             self.crossings += crosses
-            self._use(self.side, source, writes=False)
-            self._use(self.side, target, writes=True)
-            self._go_on()
+            self._enqueue(lambda sources, targets: targets[0].copy_(sources[0]), [source], [target])
+
+    def convert(self, function, source, target) -> None:
+        assert self._local.is_inside
+        sources, targets = list(tensors_in([source])), list(tensors_in([target]))
+        if any(self._home(tensor) is None for tensor in sources + targets):
+            self._fail("a conversion of pinned host memory")
+
+        def whole(given, tensors):
+            return tensors[0] if given is torch.Tensor else tensors
+
+        kinds = [torch.Tensor if isinstance(given, torch.Tensor) else list for given in (source, target)]
+
+        def run(*tensors):
+            function(*map(whole, kinds, tensors))
+
+        with self._lock:
+            self._enqueue(run, sources, targets)
 
     def record(self) -> Event:
         with self._lock:
@@ -253,6 +265,16 @@ class Executor(TorchDispatchMode):
 
     # How it plays the device.
 
+    def _enqueue(self, run, sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
+        self._queue.append((run, list(map(self._remember, sources)), list(map(self._remember, targets))))
+        self.side.length += 1
+        self.copies += 1
+        for tensor in sources:
+            self._use(self.side, tensor, writes=False)
+        for tensor in targets:
+            self._use(self.side, tensor, writes=True)
+        self._go_on()
+
     def _go_on(self) -> None:
         self._run_until(self._done + min(len(self._queue), self.progress(len(self._queue))))
 
@@ -261,15 +283,17 @@ class Executor(TorchDispatchMode):
             return
         with self._copying(), torch.no_grad():
             while self._done < length:
-                target, source = (memory.view() for memory in self._queue.popleft())
+                run, *memories = self._queue.popleft()
+                sources, targets = ([memory.view() for memory in own] for own in memories)
                 self._done += 1
-                if target is None:
+                if any(target is None for target in targets):
                     self._fail("a copy into memory that was given back")
-                elif source is None:
-                    poison = torch.full((target.nbytes,), POISON, dtype=torch.uint8)
-                    target.copy_(poison.view(target.dtype).view(target.shape))  # as good as any bytes there now
+                elif any(source is None for source in sources):
+                    for target in targets:
+                        poison = torch.full((target.nbytes,), POISON, dtype=torch.uint8)
+                        target.copy_(poison.view(target.dtype).view(target.shape))  # as good as any bytes there now
                 else:
-                    target.copy_(source)
+                    run(sources, targets)
 
     def _compute(self, function, args, kwargs) -> None:
         self.computing.length += 1

@@ -34,9 +34,9 @@ class Mutant:
 MUTANTS = [
     Mutant(
         "tokens are sealed before the model has computed them",
-        "pager",
-        "lane.transfer.side_stream(lane.transfer.mark())",
-        "lane.transfer.side_stream(lane.packed)",
+        "seal",
+        "transfer.side_stream(transfer.mark())",
+        "transfer.side_stream(lane.packed)",
     ),
     Mutant(
         "a slot is refilled while attention still reads it",
@@ -83,14 +83,14 @@ MUTANTS = [
     Mutant("a shard is written before its bytes have arrived", "spill", "    write.event.synchronize()\n", ""),
     Mutant(
         "what is being sealed to the drive is freed",
-        "pager",
+        "seal",
         "buffers, states, self._pack(",
         "buffers, [], self._pack(",
     ),
     Mutant(
         "what is being sealed to memory is freed",
-        "pager",
-        "            self._writer.hold(event, states, targets)",
+        "seal",
+        "            self.writer.hold(event, states, (keys, values))",
         "            pass",
     ),
     Mutant(
@@ -118,13 +118,13 @@ MUTANTS = [
         "            pass",
     ),
     Mutant(
-        "a replayed graph overwrites what is being sealed", "pager", "        lane.transfer.wait(lane.packed)\n", ""
+        "a replayed graph overwrites what is being sealed", "seal", "        transfer.wait(lane.packed)\n", ""
     ),
     Mutant(
         "the next seal waits for too early a point",
-        "pager",
-        "        lane.packed = lane.transfer.record()\n        return lane.packed",
-        "        lane.packed, event = lane.transfer.mark(), lane.transfer.record()\n        return event",
+        "seal",
+        "        lane.packed = transfer.record()\n        return lane.packed",
+        "        lane.packed, event = transfer.mark(), transfer.record()\n        return event",
     ),
     Mutant("a slot is laid out in memory of another stream", "slots", " or self.stream != self._transfer.stream()", ""),
     Mutant("a slot is used on another stream than its own", "slots", " and self.stream == self._transfer.stream()", ""),
@@ -149,8 +149,8 @@ MUTANTS = [
     Mutant(
         "the tail is written to while it is being sealed",
         "layers",
-        "        rest = self._new_tail(cut(pending, whole, tail.length + count - whole))\n",
-        "        parts, rest = cut(pending, whole, tail.length + count - whole), tail\n"
+        "        rest = self._new_tail(cut(pending, due, tail.length + count - due))\n",
+        "        parts, rest = cut(pending, due, tail.length + count - due), tail\n"
         "        parts = [(keys.clone(), values.clone()) for keys, values in parts]\n"
         "        tail.length = 0\n"
         "        [tail.append(part) for part in parts]\n",
