@@ -109,8 +109,8 @@ class Pair:
     what comes back must be the same.
     """
 
-    def __init__(self, cache, num_layers=4, devices=("cpu",)):
-        self.ours, self.stock = cache, DynamicCache()
+    def __init__(self, cache, num_layers=4, devices=("cpu",), stock=None):
+        self.ours, self.stock = cache, stock or DynamicCache()
         self.devices = [torch.device(devices[layer_idx % len(devices)]) for layer_idx in range(num_layers)]
 
     @torch.no_grad()  # else what comes back is a copy

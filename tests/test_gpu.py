@@ -7,9 +7,11 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from nvme_cache import io
+from nvme_cache import QuantizationConfig, io
+from nvme_cache.quantization import FORMATS
 
 from .conftest import FAMILIES, Pair, assert_parity, assert_same, generate, prompt, tiers, tiny_model, tokens
+from .fake_quantized import FakeQuantizedCache
 from .test_decoding import MODES
 
 pytestmark = pytest.mark.gpu
@@ -36,6 +38,18 @@ def test_families(family, tier, attention, device, make_cache):
     for length, batch_size in ((5, 1), (40, 3), (100, 2)):
         cache = make_cache(config=model.config, block_size=16, **TIERS[tier])
         assert_parity(model, cache, length, batch_size, new_tokens=20)
+
+
+@pytest.mark.parametrize(
+    "quantization", [*FORMATS, QuantizationConfig(key="int8", value="int4", sink_tokens=20)], ids=str
+)
+@pytest.mark.parametrize("tier", TIERS)
+def test_quantized_blocks(tier, quantization, device, make_cache):
+    model = tiny_model("qwen3", attn_implementation="eager").to(device)
+    for options in ({}, {"num_beams": 3}):
+        cache = make_cache(config=model.config, block_size=16, quantization=quantization, **TIERS[tier])
+        reference = FakeQuantizedCache(model.config, 16, quantization)
+        assert_same(generate(model, cache, 100, 2, **options), generate(model, reference, 100, 2, **options))
 
 
 @pytest.mark.parametrize("tier", ["nvme", "mixed"])

@@ -117,9 +117,7 @@ MUTANTS = [
         "            lane.transfer.record().synchronize()",
         "            pass",
     ),
-    Mutant(
-        "a replayed graph overwrites what is being sealed", "seal", "        transfer.wait(lane.packed)\n", ""
-    ),
+    Mutant("a replayed graph overwrites what is being sealed", "seal", "        transfer.wait(lane.packed)\n", ""),
     Mutant(
         "the next seal waits for too early a point",
         "seal",

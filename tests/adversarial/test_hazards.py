@@ -8,9 +8,10 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from nvme_cache import OffloadedNVMeCache
+from nvme_cache import OffloadedNVMeCache, QuantizationConfig
 from nvme_cache.shards import Shard
 from tests.conftest import Pair, assert_same, generate, tiers, tiny_model
+from tests.fake_quantized import FakeQuantizedCache
 
 from .executor import HazardError, late
 
@@ -30,6 +31,23 @@ def test_prompt_and_decoding(tier, prefetch_depth, make_cache, adversary):
         pair.forward(length)
     assert adversary.copies > 50
     assert (adversary.crossings > 0) == (tier != "device")
+
+
+QUANTIZATIONS = ["int8", "int4", QuantizationConfig(key="int8", value="int4", sink_tokens=20)]
+
+
+@pytest.mark.parametrize("quantization", QUANTIZATIONS, ids=str)
+@pytest.mark.parametrize("tier", TIERS)
+def test_quantized_blocks(tier, quantization, make_cache):
+    cache = make_cache(block_size=16, quantization=quantization, **TIERS[tier])
+    pair = Pair(cache, stock=FakeQuantizedCache(tiny_model().config, 16, quantization))
+    for length in (100, 1, 1, 40, *[1] * 40):
+        pair.forward(length)
+    for cut in (3, 30, 90):
+        pair.ours.crop(-cut)
+        pair.stock.crop(-cut)
+        pair.forward(20)
+        pair.forward(1)
 
 
 def test_staging_buffers_serve_many_shards_each_fetch(make_cache):
