@@ -208,10 +208,16 @@ class OffloadedNVMeCache(DynamicCache):
             self._select_rows(torch.arange(batch_size, device="cpu")[torch.as_tensor(indices).cpu()])
 
     def reset(self) -> None:
-        """Forgets every token; the cache may then be used for another prompt."""
+        """Forgets every token; the cache may then be used for another prompt.
+
+        The files of these tokens stay in the cache's folder for that prompt to overwrite, which is faster than making
+        new ones. They give way to `disk_budget` and to a drive that runs full; what the prompt leaves of them is
+        deleted by the next `reset()`, everything by `close()`. The folder never takes more than it did at its fullest.
+        """
         self._forward.reset()
         self._prompt.forget()
         self._pager.meter.pause()
+        self._pager.delete_free_files()  # of an earlier prompt, and this one had no use for them
         super().reset()
 
     def close(self) -> None:

@@ -24,8 +24,8 @@ def round_up(size: int, multiple: int) -> int:
 
 
 def open_file(path: Path, *, direct: bool, create: bool = False) -> int:
-    """Opens `path` for positional I/O, readable by its owner alone. Returns the file descriptor."""
-    flags = (os.O_RDWR | os.O_CREAT | os.O_EXCL) if create else os.O_RDONLY
+    """Opens `path` for positional I/O, with `create` made if need be, for its owner alone. Returns the descriptor."""
+    flags = (os.O_RDWR | os.O_CREAT) if create else os.O_RDONLY
     return os.open(path, flags | os.O_CLOEXEC | (_DIRECT if direct else 0), 0o600)
 
 

@@ -106,7 +106,13 @@ class Pager:
                 f"this cache belongs to process {self._pid}; a forked child has none of its threads. Make a new cache "
                 "in the child, or start workers with the spawn method."
             )
+        if self._writer.has_failed:
+            self.delete_free_files()  # before the writes are tried again: the drive may be full
         self._writer.check()
+
+    def delete_free_files(self) -> None:
+        """Gives back what the shards of dropped tokens took on the drive, kept to be overwritten until now."""
+        self._store.delete_free_files()
 
     def flush(self) -> None:
         """Waits until every write and every read so far is done, well or not."""

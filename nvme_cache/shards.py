@@ -107,7 +107,7 @@ def staged(buffer: HostBuffer, sections: Sequence[Section]) -> list[torch.Tensor
 
 
 class Shard:
-    """One shard file. The store that made it deletes the file once nothing refers to the shard any more.
+    """One shard file. The store that made it deletes or reuses the file once nothing refers to the shard any more.
 
     Args:
         path: Where the file will be.
@@ -170,7 +170,7 @@ class Shard:
         partial = self.path.with_suffix(".partial")
         descriptor = io.open_file(partial, direct=self._direct, create=True)
         try:
-            io.preallocate(descriptor, self.file_nbytes)
+            io.preallocate(descriptor, self.file_nbytes)  # no work if the store has left a file to be overwritten
             io.write_all(descriptor, [memoryview(header), *views], 0)
             partial.rename(self.path)
         except BaseException:

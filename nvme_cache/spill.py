@@ -57,6 +57,11 @@ class Writer:
         """Waits until everything given so far is done, well or not."""
         self._executor.submit(int).result()
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether `check` will raise."""
+        return bool(self._failed)
+
     def check(self) -> None:
         """Raises the first failure since the last call, and tries all failed writes again.
 

@@ -5,6 +5,10 @@ folder of ours whose lock nobody holds belongs to a process that died; whoever o
 of steps closes the race between the two: a new folder counts only once its lock is held on the file that is still in
 place, and an orphan is renamed, its lock held, before anything in it is deleted. Only files of the names that a store
 gives are deleted.
+
+A shard that nothing refers to any more leaves a *free file*, which the next shard of its size overwrites: that is
+faster than making a new one. Live shards and free files together never take more bytes than live shards once did, so
+free files stay within the disk budget by themselves.
 """
 
 import fcntl
@@ -32,7 +36,8 @@ from .shards import Sections, Shard
 logger = logging.getLogger(__name__)
 
 _FOLDER = re.compile(r"nvme-cache-(\d+|removing)-[a-z0-9_]{8}")
-_FILES = ("layer-*.safetensors", "layer-*.partial", "probe", "lock")
+# Free files come after those that a finalizer in another thread may turn into them while they are being deleted.
+_FILES = ("layer-*.safetensors", "layer-*.partial", "layer-*.free", "probe", "lock")
 _LOCK = "lock"
 RAM_FILE_SYSTEMS = {"tmpfs", "ramfs", "devtmpfs"}
 _SPARE_BYTES = 64 << 20  # what we leave free: a drive filled to the last byte breaks its other users
@@ -85,19 +90,23 @@ class Store:
             self._direct = io.supports_direct(self.path)
             self.drive = tested_drive(self.path, disk_budget, direct=self._direct)
         self._disk_budget = disk_budget
+        self._owner_pid = os.getpid()
         self._count = 0
         self._users = 1
         self._reserved_bytes = 0
-        self._freed_bytes: deque[int] = deque()  # appended to by finalizers, which must not wait for a lock
+        self._most_bytes = 0
+        # Sizes and free files of shards that are gone: appended to by finalizers, which must not wait for a lock.
+        self._forgotten: deque[tuple[int, Path | None]] = deque()
+        self._free: dict[int, list[Path]] = {}  # by size, the one longest not asked for first
         self._mutex = RLock()  # the collector may close a fork of the same cache inside any of the methods that hold it
         _warn_once(root, direct=self._direct)
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all shards that are on the drive or on their way to it."""
-        while self._freed_bytes:
-            self._reserved_bytes -= self._freed_bytes.popleft()
-        return self._reserved_bytes
+        """Bytes of all shards that are on the drive or on their way to it; free files do not count."""
+        with self._mutex:
+            self._collect()
+            return self._reserved_bytes
 
     def new_shard(
         self,
@@ -106,7 +115,7 @@ class Store:
         sections: tuple[Sections, Sections],
         storage: Mapping[str, str] | None = None,
     ) -> Shard:
-        """A shard yet to be written, its size counted. Its file is deleted once nothing refers to the shard.
+        """A shard yet to be written, its size counted. Its file is free once nothing refers to the shard.
 
         Raises:
             StorageFullError: the disk budget or the drive has no room for it.
@@ -122,10 +131,14 @@ class Store:
                 direct=self._direct,
                 keep_open=len(_open_shards) < io.open_file_allowance(),
             )
-            self._check_room(shard.file_nbytes)
+            self._collect()
+            if not self._recycle(shard):
+                self._make_room(shard.file_nbytes)
             self._reserved_bytes += shard.file_nbytes
+            self._most_bytes = max(self._most_bytes, self._reserved_bytes)
             _open_shards.add(shard)
-        forget = weakref.finalize(shard, _forget, shard.path, shard.file_nbytes, self._freed_bytes, os.getpid())
+        # The newest finalizer runs first: the one that closes the file, made when it is written, before this one.
+        forget = weakref.finalize(shard, _forget, shard.path, shard.file_nbytes, self._forgotten, os.getpid())
         forget.atexit = False  # closing the store removes the folder whole
         return shard
 
@@ -135,6 +148,14 @@ class Store:
             self._users += 1
         return self
 
+    def delete_free_files(self) -> None:
+        """Gives the space of all free files back to the drive."""
+        if os.getpid() == self._owner_pid:  # in a forked child they are the parent's
+            with self._mutex:
+                self._collect()
+                while self._free:
+                    self._delete_free_file()
+
     def close(self) -> None:
         """Deletes the folder and everything in it, once all who share the store have closed it."""
         with self._mutex:
@@ -143,18 +164,55 @@ class Store:
                 return
         self._finalizer()
 
-    def _check_room(self, nbytes: int) -> None:
-        if self._disk_budget is not None and self.used_bytes + nbytes > self._disk_budget:
+    def _collect(self) -> None:
+        """Takes note of what finalizers have left."""
+        while self._forgotten:
+            nbytes, path = self._forgotten.popleft()
+            self._reserved_bytes -= nbytes
+            if path is not None:
+                self._free.setdefault(nbytes, []).append(path)
+
+    def _recycle(self, shard: Shard) -> bool:
+        """Puts a free file where `shard` is to be written, if one has its size and no link from elsewhere."""
+        paths, recycled = self._free.pop(shard.file_nbytes, []), False
+        while paths and not recycled:
+            path = paths.pop()
+            with suppress(OSError):
+                found = path.stat()
+                if found.st_nlink == 1 and found.st_size == shard.file_nbytes:
+                    path.rename(shard.path.with_suffix(".partial"))
+                    recycled = True
+                else:
+                    path.unlink()
+        if paths:
+            self._free[shard.file_nbytes] = paths
+        return recycled
+
+    def _make_room(self, nbytes: int) -> None:
+        """Deletes the free files that are in the way of a new one of `nbytes`."""
+        used_bytes = self._reserved_bytes
+        if self._disk_budget is not None and used_bytes + nbytes > self._disk_budget:
             raise StorageFullError(
-                f"a shard of {nbytes:,} bytes would exceed disk_budget={self._disk_budget:,} with {self.used_bytes:,} "
+                f"a shard of {nbytes:,} bytes would exceed disk_budget={self._disk_budget:,} with {used_bytes:,} "
                 "in use. Raise disk_budget, give host_budget more, or close other caches."
             )
-        free = shutil.disk_usage(self.path).free
+        room_bytes = max(self._most_bytes - used_bytes - nbytes, 0)
+        while sum(size * len(paths) for size, paths in self._free.items()) > room_bytes:
+            self._delete_free_file()
+        while (free := shutil.disk_usage(self.path).free) < nbytes + _SPARE_BYTES and self._free:
+            self._delete_free_file()
         if free < nbytes + _SPARE_BYTES:
             raise StorageFullError(
                 f"{self.path} has {free:,} bytes free; a shard of {nbytes:,} bytes and {_SPARE_BYTES:,} to spare do "
                 "not fit. Free space and call again (nothing is lost), or use an offload_dir on a larger drive."
             )
+
+    def _delete_free_file(self) -> None:
+        size, paths = next(iter(self._free.items()))
+        with suppress(OSError):
+            paths.pop().unlink()
+        if not paths:
+            del self._free[size]
 
 
 @contextmanager
@@ -243,10 +301,14 @@ def _remove(folder: Path, lock: int, owner_pid: int) -> None:
     os.close(lock)
 
 
-def _forget(path: Path, nbytes: int, freed_bytes: deque[int], owner_pid: int) -> None:
+def _forget(path: Path, nbytes: int, forgotten: deque[tuple[int, Path | None]], owner_pid: int) -> None:
+    """Turns a shard's file into a free one."""
+    free = None
     if os.getpid() == owner_pid:
-        path.unlink(missing_ok=True)
-    freed_bytes.append(nbytes)
+        for present in (path, path.with_suffix(".partial")):  # the latter if it was to be overwritten and never was
+            with suppress(OSError):
+                free = present.rename(path.with_suffix(".free"))
+    forgotten.append((nbytes, free))
 
 
 def _checked(root: Path) -> Path:

@@ -52,6 +52,7 @@ class ShardFiles:
         def write() -> Sample:
             sample = timed(lambda: self._write(nbytes, buffers))
             self._shards.clear()
+            self._store.delete_free_files()  # else the next shards would be written over them
             return sample
 
         return write
