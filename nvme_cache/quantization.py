@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 Axis: TypeAlias = Literal["channel", "token"]
 
+_CHUNK_BYTES = 4 << 20
 _BITS = {"int8": 8, "int4": 4, "int2": 2, "float8": 8}
 FORMATS = tuple(_BITS)
 
@@ -202,16 +203,19 @@ class Quantized:
             whole = states.new_empty((*states.shape[:3], self.block_size, states.shape[4]), dtype=parts[1].dtype)
             self.decode(parts, whole)
             states.copy_(whole[:, :, :, : states.shape[3]])
-        elif self._per_byte == 1:
-            self._lay_out(parts[0].unsqueeze(3), parts[1:], states, 0, self.block_size)
         else:
-            # Block by block what is unpacked stays in a processor's cache; an accelerator wants few large calls.
-            size = 1 if states.device.type == "cpu" else states.shape[0]
+            # A processor finds in its cache what the step before left there; an accelerator wants few large calls.
+            size = states.shape[0]
+            if states.device.type == "cpu":
+                size = max(1, _CHUNK_BYTES * size // states.nbytes)
             for chunk, *own in zip(states.split(size), *(part.split(size) for part in parts), strict=True):
-                self._unpack(own, chunk)
+                self._decode(own, chunk)
 
-    def _unpack(self, parts: Sequence[torch.Tensor], states: torch.Tensor) -> None:
+    def _decode(self, parts: Sequence[torch.Tensor], states: torch.Tensor) -> None:
         packed, *scales = parts
+        if self._per_byte == 1:
+            self._lay_out(packed.unsqueeze(3), scales, states, 0, self.block_size)
+            return
         bits, span = _BITS[self.format], self._span(self._group_size(states.shape[4]))
         codes = torch.empty_like(packed)
         for index in range(self._per_byte):

@@ -57,6 +57,7 @@ def test_it_leaves_results_and_nothing_on_the_drive(bench):
 def test_it_measures_everything(results):
     plan_contexts = {row["context_tokens"] for row in results["steps"]["rows"]}
     assert {row["resident_share"] for row in results["steps"]["rows"]} == set(SHARES)
+    assert {row["resident_share"] for row in results["steps"]["rows"] if row["stored_as"] == "int8"} == {0.0, 0.5}
     assert {row["setting"] for row in results["steps"]["rows"]} == {"compute-bound", "balanced", "io-bound", "llama"}
     assert plan_contexts == {2048}
     for kind, ours in (("read", "shard_read"), ("write", "shard_write"), ("fetch", "fetch")):

@@ -28,10 +28,12 @@ from nvme_cache.doctor.accelerator import AcceleratorFacts, accelerator_facts
 from nvme_cache.doctor.drive import DriveFacts, Latency, ReadRate, measure_drive
 from nvme_cache.doctor.findings import Depth, Findings, Settings
 from nvme_cache.doctor.folder import FolderFacts
+from nvme_cache.doctor.formats import FormatFacts, format_facts
 from nvme_cache.doctor.memory import MemoryFacts, memory_facts
 from nvme_cache.doctor.problems import problems
 from nvme_cache.doctor.processor import ProcessorFacts
 from nvme_cache.errors import OffloadDirectoryError
+from nvme_cache.quantization import FORMATS
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 ORPHAN = "nvme-cache-1-abcdefgh"
@@ -48,6 +50,7 @@ FINE = Findings(
     drive_failure=None,
     processor=ProcessorFacts("Processor 1", 8, None, 12e9, 30e9, 0.005),
     accelerator=None,
+    formats=[FormatFacts("exact", 1.0, None, 6.5e9), FormatFacts("int8", 1.98, 5e9, 12.87e9)],
     settings=Settings(True, 24 * GIB, 4, True, 6.6e9, [Depth(MIB, 4), Depth(64 * MIB, 2)]),
     versions={"nvme-cache": "0.1", "torch": "2.13.0", "safetensors": None, "kernel": "Linux 6.1"},
 )
@@ -77,6 +80,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(drive, "_SAMPLE_S", 0)
     monkeypatch.setattr(drive, "_LATENCY_S", 0)
     monkeypatch.setattr(findings, "processor_facts", lambda: FINE.processor)
+    monkeypatch.setattr(findings, "format_facts", lambda *args, **options: FINE.formats)
 
 
 @pytest.fixture
@@ -123,6 +127,21 @@ class TestFacts:
         assert found.huge_page_setting in ("always", "madvise", "never", "unknown")
         if found.huge_page_setting in ("always", "madvise"):
             assert 0 < found.buffer_huge_page_bytes <= found.buffer_bytes
+
+    def test_formats(self, examined):
+        found, best_bytes_per_s = examined[1].formats, examined[1].drive.best_bytes_per_s
+        assert [each.name for each in found] == ["exact", *FORMATS]
+        assert found[0].read_bytes_per_s == best_bytes_per_s
+        cores = examined[1].processor.usable_cores
+        for each in found[1:] if examined[1].accelerator is None else ():
+            own = each.dequantize_bytes_per_s
+            assert 1e7 < own < 1e12
+            assert each.read_bytes_per_s == min(each.ratio * best_bytes_per_s, own * cores)
+
+    def test_an_accelerator_leaves_the_drive_to_decide(self):
+        ratios = {each.name: each.read_bytes_per_s / 7e9 for each in format_facts(7e9, 4, on_device=True)}
+        int8 = 16 / ((8 + 16 / 256 + 8 + 16 / 128) / 2)
+        assert ratios == pytest.approx({"exact": 1, "int8": int8, "int4": 16 / 4.5, "int2": 16 / 2.5, "float8": int8})
 
     def test_the_drive(self, examined):
         found = examined[1].drive
@@ -548,7 +567,16 @@ class TestCommand:
         figures = json.loads(shown(found, "--json").stdout)
         assert figures["folder"]["free_bytes"] == found.folder.free_bytes
         assert figures["problems"] == problems(found)
-        counts = {"cores", "quota_cores", "threads", "io_threads", "reads", "prefetch_depth", "open_files_limit"}
+        counts = {
+            "cores",
+            "quota_cores",
+            "ratio",
+            "threads",
+            "io_threads",
+            "reads",
+            "prefetch_depth",
+            "open_files_limit",
+        }
         for key, _ in numbers(figures):
             assert key in counts or key.endswith(("_bytes", "_s", "_bytes_per_s")), key
 

@@ -61,7 +61,7 @@ def _drive(figure: Any, drive: Figures) -> None:
 
 
 def _steps(figure: Any, steps: Figures) -> None:
-    rows = steps["rows"]
+    rows = [row for row in steps["rows"] if row["stored_as"] == "exact"]
     settings = list(dict.fromkeys(row["setting"] for row in rows))
     contexts = list(dict.fromkeys(row["context_tokens"] for row in rows))
     figure.set_size_inches(11, 4)

@@ -40,16 +40,27 @@ def _rates(title: str, rows: list[Figures], size: str) -> Table:
 
 
 def _steps(steps: Figures) -> Table:
-    columns = ["context", "step", "resident", "measured ms", "floor ms", "floor / measured", "measured / predicted"]
+    columns = [
+        "context",
+        "step",
+        "stored",
+        "resident",
+        "measured ms",
+        "floor ms",
+        "floor / measured",
+        "measured / predicted",
+    ]
     table = _table("Decode steps against the floor", *columns)
+    last = [steps["rows"][-1][key] for key in ("stored_as", "resident_share")]
     for row in steps["rows"]:
         table.add_row(
             f"{row['context_tokens']:,}",
             row["setting"],
+            row["stored_as"],
             f"{row['resident_share']:.0%}",
             *(f"{_median(row, key) * 1e3:.1f}" for key in ("step_s", "floor_s")),
             *(f"{_median(row, key):.2f}" for key in ("efficiency", "measured_over_predicted")),
-            end_section=row["resident_share"] == steps["rows"][-1]["resident_share"],
+            end_section=[row[key] for key in ("stored_as", "resident_share")] == last,
         )
     return table
 

@@ -83,7 +83,7 @@ def run_bench(folder: Path, out: Path, *, quick: bool, console: Console) -> Path
 
 def _check_room(folder: Path, plan: Plan) -> None:
     """Raises if the drive cannot hold what lies there at the same time at most."""
-    on_drive = sum(1 - share for share in SHARES)
+    on_drive = sum(1 - share for share in SHARES) + 1  # the last for quantized blocks
     steps = max(plan.step_contexts) * token_bytes(wide_config(1)) * plan.step_layers * on_drive
     peers = max(plan.peer_contexts) * token_bytes(smollm2_config(1)) * plan.model_layers * 5
     needed = int(max(steps + plan.sample_bytes, peers, 4 * plan.sample_bytes)) + _LEAST_SPARE_BYTES

@@ -13,7 +13,9 @@ from transformers import LlamaConfig
 
 from nvme_cache import OffloadedNVMeCache
 from nvme_cache.footprint import footprint_of
+from nvme_cache.machine import dequantize_rate
 from nvme_cache.placement import Budgets, Tier, place
+from nvme_cache.quantization import QuantizationConfig
 from nvme_cache.tax import predict
 
 from .measure import Figures, Sample, bytes_per_s, interleave, paired, spread, timed
@@ -25,12 +27,24 @@ from .site import Site
 from .synthetic import MODEL, Settings, Step, burst, steps_lasting
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 0.9)
+_INT8 = QuantizationConfig(key="int8", value="int8", sink_tokens=0)
 _BLOCK_SIZE = 256
 _SPARE_TOKENS = 128
 _BURST_S = 0.05
 _COPIED_BYTES = 256 << 20
 _READ, _COPY, _COMPUTE, _SOFTWARE, _WITHOUT = "read", "copy", "compute", "software", "without"
 _Samples: TypeAlias = dict[tuple[str, object], list[Sample]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """How a cache keeps its blocks: the resident share, and as what."""
+
+    share: float
+    quantization: QuantizationConfig | None = None
+
+
+_KEPT = (*map(_Kept, SHARES), _Kept(0.0, _INT8), _Kept(0.5, _INT8))
 
 
 def measure_steps(site: Site, raw: RawFile, drive: Figures) -> Figures:
@@ -81,11 +95,11 @@ def _measure_context(
     count = steps_lasting(_BURST_S, layer_read_s * site.plan.step_layers)
     steps = settings.steps(layer_read_s)
     with ExitStack() as stack:
-        caches = {share: stack.enter_context(_filled_cache(site, config, length, share)) for share in SHARES}
+        caches = {kept: stack.enter_context(_filled_cache(site, config, length, kept)) for kept in _KEPT}
         resident = ResidentCache(config, length, _SPARE_TOKENS + count)
-        copy = _copier(layer_bytes, caches[0.0]._pager.prefetch_depth(layer_bytes) + 1)
+        copy = _copier(layer_bytes, caches[_KEPT[0]]._pager.prefetch_depth(layer_bytes) + 1)
         # One block in memory: what a step takes with it beyond nothing at all is our own code.
-        small = stack.enter_context(_filled_cache(site, config, _BLOCK_SIZE, 1.0))
+        small = stack.enter_context(_filled_cache(site, config, _BLOCK_SIZE, _Kept(1.0)))
         nothing = ResidentCache(config, _BLOCK_SIZE, _SPARE_TOKENS + count)
         contenders: dict[tuple[str, object], Callable[[], Sample]] = {
             (MODEL, _SOFTWARE): partial(burst, steps[MODEL], small, _BLOCK_SIZE, count),
@@ -95,20 +109,22 @@ def _measure_context(
             contenders[name, _READ] = read
             contenders[name, _COPY] = copy
             contenders[name, _COMPUTE] = partial(burst, step, resident, length, count)
-            for share, cache in caches.items():
-                contenders[name, share] = partial(_cold_burst, site, step, cache, length, count)
+            for kept, cache in caches.items():
+                contenders[name, kept] = partial(_cold_burst, site, step, cache, length, count)
         for cache in caches.values():
             burst(steps[MODEL], cache, length, 1)  # makes slots and faults them in
         samples = interleave(contenders, site.plan.steps)
-    return [_row(config, length, name, share, samples, fetching) for name in steps for share in SHARES]
+    dequantize_s = 1 / dequantize_rate("int8", torch.bfloat16)
+    return [_row(config, length, name, kept, samples, fetching, dequantize_s) for name in steps for kept in _KEPT]
 
 
-def _filled_cache(site: Site, config: LlamaConfig, length: int, share: float) -> OffloadedNVMeCache:
+def _filled_cache(site: Site, config: LlamaConfig, length: int, kept: _Kept) -> OffloadedNVMeCache:
     cache = OffloadedNVMeCache(
         config=config,
         offload_dir=site.folder,
         block_size=_BLOCK_SIZE,
-        host_budget=_budget(config, length, share),
+        host_budget=_budget(config, length, kept),
+        quantization=kept.quantization,
         io_threads=site.threads,
     )
     fill(cache, config, 0, length)
@@ -136,11 +152,17 @@ def _copier(nbytes: int, slots: int) -> Callable[[], Sample]:
 
 
 def _row(
-    config: LlamaConfig, length: int, setting: str, share: float, samples: _Samples, fetching: _Fetching
+    config: LlamaConfig,
+    length: int,
+    setting: str,
+    kept: _Kept,
+    samples: _Samples,
+    fetching: _Fetching,
+    dequantize_s_per_byte: float,
 ) -> Figures:
-    steps, computes = samples[setting, share], [sample.wall_s for sample in samples[setting, _COMPUTE]]
+    steps, computes = samples[setting, kept], [sample.wall_s for sample in samples[setting, _COMPUTE]]
     read_rates, copy_rates = bytes_per_s(samples[setting, _READ]), bytes_per_s(samples[setting, _COPY])
-    planned = _planned_bytes(config, length, share)
+    planned = _planned_bytes(config, length, kept)
     walls = [sample.wall_s for sample in steps]
     floors = [max(compute, step.nbytes / rate) for compute, step, rate in zip(computes, steps, read_rates, strict=True)]
     with_us, without = (statistics.median(s.wall_s for s in samples[MODEL, name]) for name in (_SOFTWARE, _WITHOUT))
@@ -151,11 +173,13 @@ def _row(
             context=length,
             compute_s=compute,
             nvme_bytes_per_s=rate * fetching.over_plain,
+            quantization=kept.quantization,
             host_share=planned[Tier.HOST] / sum(planned.values()),
             software_s=max(0.0, with_us - without) / config.num_hidden_layers,
             compute_cores=torch.get_num_threads(),
             read_cpu_s_per_byte=fetching.cpu_s_per_byte,
             copy_cpu_s_per_byte=copy.cpu_s / copy.nbytes,
+            dequantize_cpu_s_per_byte=dequantize_s_per_byte,
         ).step_s
         for compute, rate, copy in zip(computes, read_rates, samples[setting, _COPY], strict=True)
     ]
@@ -163,7 +187,8 @@ def _row(
         "context_tokens": length,
         "layer_bytes": length * token_bytes(config),
         "setting": setting,
-        "resident_share": share,
+        "resident_share": kept.share,
+        "stored_as": "exact" if kept.quantization is None else "int8",
         "step_s": spread(walls),
         "step_cpu_s": spread(sample.cpu_s for sample in steps),
         "compute_s": spread(computes),
@@ -180,13 +205,19 @@ def _row(
     }
 
 
-def _budget(config: LlamaConfig, length: int, share: float) -> int:
-    return round(share * length * token_bytes(config) * config.num_hidden_layers)
+def _budget(config: LlamaConfig, length: int, kept: _Kept) -> int:
+    return round(kept.share * length // _BLOCK_SIZE * _block_bytes(config, kept) * config.num_hidden_layers)
 
 
-def _planned_bytes(config: LlamaConfig, length: int, share: float) -> dict[Tier, int]:
+def _block_bytes(config: LlamaConfig, kept: _Kept) -> int:
+    """Bytes of a block of one layer, as stored."""
+    stored = footprint_of(config, torch.bfloat16).stored_token_bytes(kept.quantization)
+    return round(_BLOCK_SIZE * stored / config.num_hidden_layers)
+
+
+def _planned_bytes(config: LlamaConfig, length: int, kept: _Kept) -> dict[Tier, int]:
     """Bytes of all layers by tier, as the placement plans them."""
-    num_layers, block_bytes = config.num_hidden_layers, _BLOCK_SIZE * token_bytes(config)
-    budgets, nothing = Budgets(0, _budget(config, length, share)), dict.fromkeys(Tier, 0)
+    num_layers, block_bytes = config.num_hidden_layers, _block_bytes(config, kept)
+    budgets, nothing = Budgets(0, _budget(config, length, kept)), dict.fromkeys(Tier, 0)
     placed = place(length // _BLOCK_SIZE, block_bytes, budgets, num_layers, nothing, nothing)
     return {tier: count * block_bytes * num_layers for tier, count in placed.items()}

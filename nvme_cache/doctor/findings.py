@@ -14,6 +14,7 @@ from nvme_cache.store import default_offload_dir, private_folder, remove_orphans
 from .accelerator import AcceleratorFacts, accelerator_facts
 from .drive import DriveFacts, measure_drive
 from .folder import FolderFacts, folder_facts
+from .formats import FormatFacts, format_facts
 from .memory import MemoryFacts, memory_facts
 from .processor import ProcessorFacts, processor_facts
 
@@ -66,6 +67,7 @@ class Findings:
         drive_failure: Why not; None if it could.
         processor: Of this machine.
         accelerator: None where there is none.
+        formats: Ways to store blocks, exactly first; empty if the drive could not be measured.
         settings: What follows for a cache.
         versions: By name; None for what is not installed.
     """
@@ -76,6 +78,7 @@ class Findings:
     drive_failure: str | None
     processor: ProcessorFacts
     accelerator: AcceleratorFacts | None
+    formats: Sequence[FormatFacts]
     settings: Settings
     versions: Mapping[str, str | None]
 
@@ -91,13 +94,18 @@ def examine(asked: Path | None) -> Findings:
         place = folder_facts(folder, own, remove_orphans(folder))
         chosen = tested_drive(own, None, direct=place.takes_direct)
         drive, failure = _measured(own, place, chosen)
+    processor, accelerator, formats = processor_facts(), accelerator_facts(), []
+    if drive is not None:
+        on_device = accelerator is not None
+        formats = format_facts(drive.best_bytes_per_s, processor.usable_cores, on_device=on_device)
     return Findings(
         place,
         memory_facts(),
         drive,
         failure,
-        processor_facts(),
-        accelerator_facts(),
+        processor,
+        accelerator,
+        formats,
         _settings(chosen, is_default_folder=asked is None),
         {**{name: version(name) for name in _PACKAGES}, "python": platform.python_version(), "kernel": _kernel()},
     )

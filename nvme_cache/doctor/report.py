@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -14,6 +14,7 @@ from .accelerator import AcceleratorFacts
 from .drive import DriveFacts
 from .findings import Findings, Settings
 from .folder import FolderFacts
+from .formats import FormatFacts
 from .memory import MemoryFacts
 from .problems import problems
 from .processor import ProcessorFacts
@@ -35,6 +36,7 @@ def as_text(found: Findings) -> RenderableType:
         _section("Drive", _drive(found.drive) if found.drive else [("", f"not measured: {found.drive_failure}")]),
         _section("Processor", _processor(found.processor)),
         _section("Accelerator", _accelerator(found.accelerator)),
+        _section("Blocks from the drive", _formats(found.formats)),
         _section("Versions", ((name, number or "not installed") for name, number in found.versions.items())),
         _section("Default settings here", _settings(found.folder, found.settings)),
         _problems(problems(found)),
@@ -122,6 +124,17 @@ def _accelerator(accelerator: AcceleratorFacts | None) -> Iterator[tuple[str, st
         yield "link", "no memory could be pinned"
     else:
         yield "link", f"{_rate(to)} to the device, {_rate(back)} back, pinned"
+
+
+def _formats(formats: Sequence[FormatFacts]) -> Iterator[tuple[str, str]]:
+    if not formats:
+        yield "", "the drive was not measured"
+        return
+    fastest = max(formats, key=lambda found: found.read_bytes_per_s)
+    for found in formats:
+        own = "" if found.dequantize_bytes_per_s is None else f", {_rate(found.dequantize_bytes_per_s)} a core"
+        mark = ", the fastest here" if found is fastest else ""
+        yield found.name, f"{_rate(found.read_bytes_per_s)} of keys and values{own}{mark}"
 
 
 def _settings(folder: FolderFacts, settings: Settings) -> Iterator[tuple[str, str]]:
