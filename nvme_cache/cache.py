@@ -48,8 +48,8 @@ class OffloadedNVMeCache(DynamicCache):
             available now.
         disk_budget: Most bytes of shards on the drive, likewise; None for what the drive has.
         prefetch_depth: Layers fetched ahead of the one computing; device memory holds one more than that at full
-            length. "auto" for 2, or up to 4 where layers are so small that the drive would run dry between them.
-        io_threads: Threads that read; "auto" for what a short test of the drive finds fastest.
+            length. "auto" for 2 (3 if quantized), up to 4 where layers are so small that the drive would run dry.
+        io_threads: Reads under way at once; "auto" for what a short test of the drive finds fastest.
         quantization: How sealed blocks are stored: None for exactly, "int8", "int4", "int2", "float8", or a
             `QuantizationConfig`. The first few tokens and the newest stay exact.
         verify: Whether every block read back is checked against its checksum.

@@ -36,10 +36,13 @@ class Drive:
     read_bytes_per_s: float = 3e9
     io_threads: int = _FEW_THREADS
 
-    def prefetch_depth(self, layer_bytes: int) -> int:
-        """How many layers of `layer_bytes` to fetch ahead: so many that the drive does not run dry between two."""
+    def prefetch_depth(self, layer_bytes: int, *, is_exact: bool = True) -> int:
+        """How many layers of `layer_bytes` to fetch ahead: so many that the drive does not run dry between two.
+
+        Of quantized layers it is one more, which is decoded while the others are read.
+        """
         needed = round(self.read_bytes_per_s * _COVER_S / max(layer_bytes, 1))
-        return min(max(needed, _LEAST_DEPTH), _MOST_DEPTH)
+        return min(max(needed, _LEAST_DEPTH + (not is_exact)), _MOST_DEPTH)
 
 
 _tested: dict[int, Drive] = {}  # by device number

@@ -255,7 +255,8 @@ def _what_does_not_fit(footprint: Footprint, plan: Plan, machine: Machine, predi
     layer_bytes = max(layer.token_bytes for layer in footprint.paged) * plan.context * plan.batch_size
     depth = plan.prefetch_depth
     if depth is None:
-        depth = Drive(machine.nvme_bytes_per_s).prefetch_depth(layer_bytes)
+        is_exact = plan.quantization is None
+        depth = Drive(machine.nvme_bytes_per_s).prefetch_depth(layer_bytes, is_exact=is_exact)
     slots_bytes = layer_bytes * min(depth + 1, len(footprint.paged))
     held = footprint.weight_bytes + prediction.resident_bytes + prediction.device_bytes
     if machine.pcie_bytes_per_s is None:

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
+from threading import Semaphore
 
 import torch
 
@@ -156,12 +157,15 @@ class Filler:
         transfer: The device's transfer.
         staging: Buffers between drive and slot, where the drive cannot fill it directly.
         meter: Told what takes how long.
+        turns: Reads that may be under way at once. Threads that check or decode what they have read let the others read
+            meanwhile; if all read at once, all would decode at once, and the drive would have nothing to do.
         verify: Whether what is read is checked.
     """
 
     transfer: Transfer
     staging: StagingPool
     meter: Meter
+    turns: Semaphore
     verify: bool
 
     def read(self, reads: list[Read], after: Event) -> Filled:
@@ -192,8 +196,13 @@ class Filler:
         return self._filled(self.transfer.record())
 
     def _read(self, read: Read, views: Sequence[Sequence[memoryview]]) -> None:
-        with self.meter.phase(Cause.DRIVE):
-            read.shard.read(read.sections, views)
+        with self.meter.phase(Cause.DRIVE, works=False):
+            self.turns.acquire()
+        try:
+            with self.meter.phase(Cause.DRIVE):
+                read.shard.read(read.sections, views)
+        finally:
+            self.turns.release()
         if self.verify:
             with self.meter.phase(Cause.CHECK):
                 read.shard.verify(read.sections, views)

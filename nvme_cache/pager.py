@@ -31,6 +31,7 @@ from .store import Store
 from .transfer import Timestamp, transfer_for
 
 _THREAD_PREFIX = "nvme-cache"
+_THREADS_PER_READ = 2  # one reads while the other checks or decodes
 
 
 class BlockOwner(Protocol):
@@ -52,7 +53,7 @@ class Pager:
         block_size: Tokens in a block.
         prefetch_depth: Layers to fetch ahead; None for what suits the drive and the size of a layer. A device has one
             slot more than that.
-        io_threads: Threads that read; None for what suits the drive.
+        io_threads: Reads under way at once; None for what suits the drive.
         quantization: How blocks are stored; None for as they are.
         verify: Whether every block read back is checked against its checksum.
     """
@@ -79,7 +80,8 @@ class Pager:
         self._verify = verify
         self._pid = os.getpid()
         self._lanes: dict[torch.device, Lane] = {}
-        self._readers = ThreadPoolExecutor(self._io_threads, f"{_THREAD_PREFIX}-read")
+        self._turns = threading.Semaphore(self._io_threads)
+        self._readers = ThreadPoolExecutor(_THREADS_PER_READ * self._io_threads, f"{_THREAD_PREFIX}-read")
         write_thread = ThreadPoolExecutor(1, f"{_THREAD_PREFIX}-write")
         self._writer = Writer(write_thread, self.meter)
         self._sealer = Sealer(store, self._writer, self.meter, block_size, quantization)
@@ -198,7 +200,7 @@ class Pager:
     def prefetch_depth(self, layer_bytes: int) -> int:
         """How many layers of `layer_bytes` to fetch ahead."""
         if self._prefetch_depth is None:
-            return self._store.drive.prefetch_depth(layer_bytes)
+            return self._store.drive.prefetch_depth(layer_bytes, is_exact=self.is_exact)
         return self._prefetch_depth
 
     def timestamp(self, device: torch.device) -> Timestamp:
@@ -284,8 +286,8 @@ class Pager:
     def _lane(self, device: torch.device) -> Lane:
         if device not in self._lanes:
             transfer = transfer_for(device)
-            staging = StagingPool(self._io_threads + 2, MAX_SECTION_BYTES, transfer)
-            filler = fetch.Filler(transfer, staging, self.meter, self._verify)
+            staging = StagingPool(_THREADS_PER_READ * self._io_threads + 2, MAX_SECTION_BYTES, transfer)
+            filler = fetch.Filler(transfer, staging, self.meter, self._turns, self._verify)
             self._lanes[device] = Lane(transfer, SlotPool(transfer), staging, filler, packed=transfer.record())
         return self._lanes[device]
 

@@ -36,7 +36,7 @@ def as_text(found: Findings) -> RenderableType:
         _section("Drive", _drive(found.drive) if found.drive else [("", f"not measured: {found.drive_failure}")]),
         _section("Processor", _processor(found.processor)),
         _section("Accelerator", _accelerator(found.accelerator)),
-        _section("Blocks from the drive", _formats(found.formats)),
+        _section("Keys and values", _formats(found.formats)),
         _section("Versions", ((name, number or "not installed") for name, number in found.versions.items())),
         _section("Default settings here", _settings(found.folder, found.settings)),
         _problems(problems(found)),
@@ -134,7 +134,7 @@ def _formats(formats: Sequence[FormatFacts]) -> Iterator[tuple[str, str]]:
     for found in formats:
         own = "" if found.dequantize_bytes_per_s is None else f", {_rate(found.dequantize_bytes_per_s)} a core"
         mark = ", the fastest here" if found is fastest else ""
-        yield found.name, f"{_rate(found.read_bytes_per_s)} of keys and values{own}{mark}"
+        yield found.name, f"at most {_rate(found.read_bytes_per_s)}{own}{mark}"
 
 
 def _settings(folder: FolderFacts, settings: Settings) -> Iterator[tuple[str, str]]:
