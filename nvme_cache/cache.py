@@ -21,7 +21,7 @@ from .guards import Forward, GenerateCall, Progress, Prompt, is_prefilling
 from .layers import NVMeLayer
 from .pager import Pager
 from .placement import ASSUMED_LAYERS, BLOCK_SIZE, Budgets, Tier
-from .quantization import QuantizationConfig, parse_quantization, warn_of_exact
+from .quantization import QuantizationConfig, check_installed, parse_quantization, warn_of_exact
 from .store import Store
 from .units import parse_size
 
@@ -90,7 +90,7 @@ class OffloadedNVMeCache(DynamicCache):
         depth = parse_count("prefetch_depth", prefetch_depth, 0)
         threads = parse_count("io_threads", io_threads, 1)
         budgets = Budgets(parse_size("device_budget", device_budget), parse_host_budget(host_budget))
-        quantized = parse_quantization(quantization)
+        quantized = check_installed(parse_quantization(quantization))
         disk_bytes = None if disk_budget is None else parse_size("disk_budget", disk_budget)
         # Upstream's own dispatch names the layers, in every version and for every model it knows.
         given = config is not None or ddp_cache_data is not None
@@ -393,8 +393,7 @@ class _GrowingLayers(list[Any]):
 def _undo(layer: Any) -> Callable[[], None]:
     """What takes the next update of `layer` back."""
     if isinstance(layer, NVMeLayer):
-        before = layer.get_seq_length()
-        return lambda: layer.crop(min(0, before - layer.get_seq_length()))  # a closed cache holds less than before
+        return layer.undo()
     # Upstream's attention layers replace their tensors and never write into them.
     state = dict(vars(layer))
     return lambda: vars(layer).update(state)

@@ -1,7 +1,7 @@
 """NVMeLayer: one full-attention layer of the cache, its sealed runs and its tail."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -117,6 +117,22 @@ class NVMeLayer(CacheLayerMixin):
                 self._convert(promoted)
             self._fill_slot(past + key_states.shape[2])
         self._update_length = key_states.shape[2] if past else 1  # a prompt, or the first chunk of one, tells nothing
+
+    def undo(self) -> Callable[[], None]:
+        """What takes the next update back, whatever it will have done."""
+        length = self.get_seq_length()
+        # Cropping leaves what was sealed as it was stored, which is good enough only if that is exact.
+        held = (self._history, self._spec, self.batch_size) if length and not self._pager.is_exact else None
+
+        def take_back() -> None:
+            added = self.get_seq_length() - length
+            if held is None or held[0] is self._history or added < 0:  # a closed cache holds less than before
+                self.crop(min(0, -added))
+            else:
+                self._abandon_slot()
+                self._history, self._spec, self.batch_size = held
+
+        return take_back
 
     def prefetch_beside(self, current: "NVMeLayer") -> bool:
         """Starts filling a slot for the next update while `current`'s stays in use.

@@ -162,7 +162,7 @@ class Meter:
                 self._count(phase, -1, phase.ended_s)
             phases = self.phases()
             phases.append(phase)
-            while phases[0].ended_s < self._update_began_s:  # nobody waits for that any more
+            while phases and phases[0].ended_s < self._update_began_s:  # nobody waits for that any more
                 phases.popleft()
 
     def phases(self) -> deque[Phase]:

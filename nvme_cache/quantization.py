@@ -90,6 +90,17 @@ def parse_quantization(value: object) -> QuantizationConfig | None:
     return QuantizationConfig(key=str(value), value=str(value))
 
 
+def check_installed(quantization: QuantizationConfig | None) -> QuantizationConfig | None:
+    """The same, once it is clear that what it needs can be imported.
+
+    Raises:
+        ConfigurationError: optimum-quanto cannot be imported.
+    """
+    if quantization is not None:
+        _quanto()
+    return quantization
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """One tensor of stored blocks; `name` is empty for the numbers themselves, else what they are decoded with."""
@@ -312,7 +323,7 @@ def _quanto() -> Any:
         from optimum import quanto
     except ImportError as error:
         raise ConfigurationError(
-            f"quantization needs optimum-quanto 0.2.5 or newer, which cannot be imported: {error}. Install it "
+            f"quantization needs optimum-quanto 0.2.6 or newer, which cannot be imported: {error}. Install it "
             "(pip install optimum-quanto) or pass quantization=None."
         ) from error
     return quanto

@@ -26,8 +26,10 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from nvme_cache import OffloadedNVMeCache
+from nvme_cache import OffloadedNVMeCache, QuantizationConfig
 from nvme_cache.arguments import cache_argument
+
+from .fake_quantized import FakeQuantizedCache
 
 SIZES = {
     "hidden_size": 64,
@@ -104,13 +106,27 @@ def tiers(mixed_bytes):
     }
 
 
+# How sealed blocks are stored: `quantization` of every cache that `make_cache` makes unless told otherwise.
+MIXED = QuantizationConfig(key="int8", value="int4", sink_tokens=3)
+exact_and_int8 = pytest.mark.parametrize("quantization", [None, "int8"], ids=["exact", "int8"])
+exact_int8_and_mixed = pytest.mark.parametrize("quantization", [None, "int8", MIXED], ids=["exact", "int8", "mixed"])
+
+
+def stock_for(cache, config=None):
+    """transformers' own cache, with what `cache` stores quantized replaced by what quanto makes of it."""
+    quantization = cache._pager._sealer.quantization
+    if quantization is None:
+        return DynamicCache(config=config)
+    return FakeQuantizedCache(config, cache._pager.block_size, quantization)
+
+
 class Pair:
     """Ours on the devices given, in turn, and transformers' cache on the host, given the same tokens layer after layer;
     what comes back must be the same.
     """
 
-    def __init__(self, cache, num_layers=4, devices=("cpu",), stock=None):
-        self.ours, self.stock = cache, stock or DynamicCache()
+    def __init__(self, cache, num_layers=4, devices=("cpu",)):
+        self.ours, self.stock = cache, stock_for(cache)
         self.devices = [torch.device(devices[layer_idx % len(devices)]) for layer_idx in range(num_layers)]
 
     @torch.no_grad()  # else what comes back is a copy
@@ -158,9 +174,8 @@ def assert_same(ours: Generated, stock: Generated):
 
 def assert_parity(model, cache, *args, **options):
     """The same tokens and the same logits, bit for bit, as with transformers' own cache."""
-    assert_same(
-        generate(model, cache, *args, **options), generate(model, DynamicCache(config=model.config), *args, **options)
-    )
+    stock = stock_for(cache, model.config)
+    assert_same(generate(model, cache, *args, **options), generate(model, stock, *args, **options))
 
 
 @pytest.fixture
@@ -171,13 +186,18 @@ def offload_dir(tmp_path) -> Path:
 
 
 @pytest.fixture
-def make_cache(offload_dir):
+def quantization():
+    """How `make_cache` stores blocks: as they are, unless a test is parametrized with something else."""
+
+
+@pytest.fixture
+def make_cache(offload_dir, quantization):
     """Caches with everything on NVMe and fewer slots than layers unless told otherwise; closed, they leave nothing."""
+    usual = {"device_budget": 0, "host_budget": 0, "prefetch_depth": 2, "quantization": quantization}
     caches = []
 
     def make(**options) -> OffloadedNVMeCache:
-        options = {"offload_dir": offload_dir, "device_budget": 0, "host_budget": 0, "prefetch_depth": 2} | options
-        caches.append(OffloadedNVMeCache(**options))
+        caches.append(OffloadedNVMeCache(**{"offload_dir": offload_dir} | usual | options))
         return caches[-1]
 
     yield make

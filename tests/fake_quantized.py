@@ -7,7 +7,7 @@ from optimum import quanto
 from optimum.quanto import quantize_weight
 from optimum.quanto.tensor.grouped import ungroup
 from transformers import DynamicCache
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import DynamicLayer
 
 from nvme_cache.quantization import QuantizationConfig, nearest_divisor
 
@@ -48,7 +48,11 @@ def _dequantize(quantized):
 
 
 class FakeQuantizedLayer(DynamicLayer):
-    """Seals what `NVMeLayer` would, when it would."""
+    """Seals what `NVMeLayer` would, when it would.
+
+    A token is exact in what the update that seals it returns, and quantized from the next one on; the first
+    `sink_tokens` stay exact. Everything else is upstream's: rows and tokens are taken from what is quantized already.
+    """
 
     def __init__(self, block_size, quantization):
         super().__init__()
@@ -57,10 +61,11 @@ class FakeQuantizedLayer(DynamicLayer):
     def update(self, key_states, value_states, *args, **kwargs):
         tail = self.get_seq_length() - self._sealed
         returned = super().update(key_states, value_states, *args, **kwargs)
-        available = tail + (key_states.shape[2] if key_states.shape[2] >= self._block_size else 0)
-        self._seal(available)
+        # Fewer new tokens than a block are sealed when the next arrive: until then they may be taken back.
+        self._seal(tail + (key_states.shape[2] if key_states.shape[2] >= self._block_size else 0))
         return returned
 
+    @torch.no_grad()
     def _seal(self, available):
         size, config = self._block_size, self._quantization
         sinks = max(0, config.sink_tokens - self._sealed)
@@ -68,15 +73,15 @@ class FakeQuantizedLayer(DynamicLayer):
         if count <= 0:
             return
         start = self._sealed + sinks
-        self.keys, self.values = self.keys.clone(), self.values.clone()  # what was returned shows them as they were
-        for states, name, axis in (
-            (self.keys, config.key, config.axis_key),
-            (self.values, config.value, config.axis_value),
-        ):
-            for first in range(start, start + count * size, size):
-                block = states[:, :, first : first + size]
-                block.copy_(fake_quantized(block.clone(), name, axis, config.q_group_size))
         self._sealed = start + count * size
+        self.keys = self._with_blocks(self.keys, start, config.key, config.axis_key)
+        self.values = self._with_blocks(self.values, start, config.value, config.axis_value)
+
+    def _with_blocks(self, states, start, name, axis):
+        states = states.clone()  # what was returned shows them as they were
+        for block in states[:, :, start : self._sealed].split(self._block_size, dim=2):
+            block.copy_(fake_quantized(block, name, axis, self._quantization.q_group_size))
+        return states
 
     def crop(self, tokens_to_remove):
         super().crop(tokens_to_remove)
@@ -88,16 +93,16 @@ class FakeQuantizedLayer(DynamicLayer):
 
 
 class FakeQuantizedCache(DynamicCache):
-    """A `DynamicCache` whose layers of full attention are quantized as ours would be."""
+    """A `DynamicCache` whose layers of full attention are quantized as ours would be; without a config, all are."""
 
-    def __init__(self, config, block_size=256, quantization=None):
+    def __init__(self, config, block_size, quantization):
         if isinstance(quantization, str):
             quantization = QuantizationConfig(key=quantization, value=quantization)
-        stock = DynamicCache(config=config).layers
-        Cache.__init__(
-            self,
-            layers=[
-                FakeQuantizedLayer(block_size, quantization) if type(layer) is DynamicLayer else layer
-                for layer in stock
-            ],
-        )
+
+        def layer():
+            return FakeQuantizedLayer(block_size, quantization)
+
+        super().__init__(config=config)
+        self.layers = [layer() if type(each) is DynamicLayer else each for each in self.layers]
+        if self.layer_class_to_replicate is not None:
+            self.layer_class_to_replicate = layer

@@ -1,9 +1,10 @@
-"""Every causal-LM family that transformers can build from a tiny random config, tokens and logits bit for bit.
+"""Every causal-LM family that transformers can build from a tiny random config: tokens and logits, exact and quantized.
 
 A few families of each kind run always, all of them with `-m slow`.
 """
 
 import contextlib
+import functools
 import io
 import warnings
 
@@ -13,6 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from nvme_cache.arguments import cache_argument
+
+from .conftest import exact_and_int8, stock_for
 
 # Most configs take their sizes from some of these names; each config is given those it knows.
 SIZES = {
@@ -88,20 +91,25 @@ def run(model, cache, **options):
     return output.sequences, torch.stack(output.logits) if rows == 2 else torch.zeros(0)
 
 
-def with_stock_cache(name, **options):
+MODES = {"greedy": {}, "beams": {"num_beams": 2}, "lookup": {"prompt_lookup_num_tokens": 3}}
+
+
+@functools.lru_cache(maxsize=1)  # exact and quantized follow each other
+def that_runs(name, mode):
     """The family's first variant that runs, and twice alike, with transformers' own cache."""
     for variant in VARIANTS:
         with contextlib.suppress(Exception):
             model = tiny(name, variant)
             if model is not None:
                 config = model.config.get_text_config(decoder=True)
-                first, second = (run(model, DynamicCache(config=config), **options) for _ in range(2))
-                if torch.equal(first[0], second[0]) and torch.equal(first[1], second[1]):
-                    return model, first
+                first, second = (run(model, DynamicCache(config=config), **MODES[mode]) for _ in range(2))
+                if all(map(torch.equal, first, second)):
+                    return model
     return None
 
 
-@pytest.mark.parametrize("mode", ["greedy", "beams", "lookup"])
+@exact_and_int8
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     "family",
     [
@@ -111,21 +119,19 @@ def with_stock_cache(name, **options):
 )
 @pytest.mark.filterwarnings("ignore")
 def test_family(family, mode, make_cache):
-    options = {"greedy": {}, "beams": {"num_beams": 2}, "lookup": {"prompt_lookup_num_tokens": 3}}[mode]
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
-        found = with_stock_cache(family, **options)
-        if found is None:
+        model = that_runs(family, mode)
+        if model is None:
             return  # nothing to compare with: transformers' own cache does not run it, so small or in this mode
-        model, expected = found
-        cache = make_cache(config=model.config.get_text_config(decoder=True), block_size=16, prefetch_depth=0)
-        tokens, logits = run(model, cache, **options)
-    assert torch.equal(tokens, expected[0])
-    assert torch.equal(logits, expected[1])
+        config = model.config.get_text_config(decoder=True)
+        cache = make_cache(config=config, block_size=16, prefetch_depth=0)
+        ours, stock = (run(model, either, **MODES[mode]) for either in (cache, stock_for(cache, config)))
+    assert all(map(torch.equal, ours, stock))
 
 
 def test_most_of_the_families_that_always_run_do_run():
     """Guards against a change upstream that would turn the comparison above into nothing."""
     known = [name for name in SOME if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(action="ignore"):
-        ran = [name for name in known if with_stock_cache(name) is not None]
+        ran = [name for name in known if that_runs(name, "greedy") is not None]
     assert len(ran) >= 0.9 * len(known), sorted(set(known) - set(ran))

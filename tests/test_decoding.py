@@ -1,4 +1,4 @@
-"""Every way of decoding that transformers offers, bit for bit, with everything on NVMe."""
+"""Every way of decoding that transformers offers, bit for bit, with everything on NVMe, exact and quantized."""
 
 import copy
 import random
@@ -7,14 +7,13 @@ from threading import Thread
 
 import pytest
 import torch
-from transformers import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
 from nvme_cache import OffloadedNVMeCache, io
 from nvme_cache.arguments import cache_argument
 from nvme_cache.transfer import HostTransfer
 
-from .conftest import FAMILIES, assert_parity, prompt, tiny_hybrid, tiny_model, tokens
+from .conftest import FAMILIES, assert_parity, exact_and_int8, prompt, stock_for, tiny_hybrid, tiny_model, tokens
 
 MODES = {
     "greedy": {},
@@ -32,16 +31,17 @@ MODES = {
 }
 
 
+@exact_and_int8
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_modes(mode, family, make_cache):
     model = tiny_model(family)
-    expected = tokens(model, prompt(60), DynamicCache(config=model.config), **MODES[mode])
-    assert torch.equal(
-        tokens(model, prompt(60), make_cache(config=model.config, block_size=16), **MODES[mode]), expected
-    )
+    cache = make_cache(config=model.config, block_size=16)
+    expected = tokens(model, prompt(60), stock_for(cache, model.config), **MODES[mode])
+    assert torch.equal(tokens(model, prompt(60), cache, **MODES[mode]), expected)
 
 
+@exact_and_int8
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_attention_implementations(attention, family, make_cache):
@@ -56,32 +56,40 @@ def test_flex_attention_over_many_blocks(make_cache):
     assert_parity(model, make_cache(config=model.config, block_size=16), 300, new_tokens=3)
 
 
+@exact_and_int8
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])  # Gemma's assistants ask the hub for a tokenizer
-def test_assisted(family, attention, make_cache):
+def test_assisted(family, attention, quantization, make_cache):
     model, assistant = tiny_model(family), tiny_model(family, num_hidden_layers=2)
     for either in (model, assistant):
         either.set_attn_implementation(attention)
     cache = make_cache(config=model.config, block_size=16)
-    expected = tokens(model, prompt(60), DynamicCache(config=model.config))  # what it would say alone
+    stock = stock_for(cache, model.config)
+    # Exact, what it would say alone; quantized, what is sealed when depends on how many tokens come at once.
+    expected = tokens(model, prompt(60), stock, assistant_model=assistant if quantization else None)
     assert torch.equal(tokens(model, prompt(60), cache, assistant_model=assistant), expected)
 
 
+@exact_and_int8
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("family", ["mistral", "gemma3"])
-def test_guesses_beyond_a_sliding_window(family, attention, make_cache):
+def test_guesses_beyond_a_sliding_window(family, attention, quantization, make_cache):
     model = tiny_model(family)
     model.set_attn_implementation(attention)
     repeating = prompt(20).repeat(1, 4)
-    expected = tokens(model, repeating, DynamicCache(config=model.config))  # what it would say without guesses
     cache = make_cache(config=model.config, block_size=16)
+    stock = stock_for(cache, model.config)
+    # Exact, what it would say without guesses.
+    expected = tokens(model, repeating, stock, prompt_lookup_num_tokens=3 if quantization else None)
     assert torch.equal(tokens(model, repeating, cache, prompt_lookup_num_tokens=3), expected)
 
 
+@exact_and_int8
 @pytest.mark.parametrize("whole", [True, False], ids=["whole sequence", "new tokens and a mask over all"])
 def test_several_turns_on_one_cache(whole, make_cache):
     model = tiny_model()
-    ours, stock = make_cache(config=model.config, block_size=16), DynamicCache(config=model.config)
+    ours = make_cache(config=model.config, block_size=16)
+    stock = stock_for(ours, model.config)
     sequences = [prompt(40), prompt(40)]
     for turn in range(5):
         for i, cache in enumerate((ours, stock)):
@@ -92,11 +100,13 @@ def test_several_turns_on_one_cache(whole, make_cache):
         assert torch.equal(*sequences)
 
 
+@exact_and_int8
 @pytest.mark.parametrize("copies", ["crop", "deepcopy"])
 def test_one_prefix_and_several_suffixes(copies, make_cache):
     model = tiny_model()
     prefix = prompt(70)
-    ours, stock = make_cache(config=model.config, block_size=16), DynamicCache(config=model.config)
+    ours = make_cache(config=model.config, block_size=16)
+    stock = stock_for(ours, model.config)
     with torch.no_grad():
         for cache in (ours, stock):
             model(prefix, **{cache_argument(model): cache})
@@ -114,10 +124,11 @@ def test_one_prefix_and_several_suffixes(copies, make_cache):
         assert ours.get_seq_length() == stock.get_seq_length() == 70
 
 
+@exact_and_int8
 def test_a_warm_cache_repeated_for_beams(make_cache):
     model = tiny_model()
-    results = []
-    for cache in (make_cache(config=model.config, block_size=16), DynamicCache(config=model.config)):
+    ours, results = make_cache(config=model.config, block_size=16), []
+    for cache in (ours, stock_for(ours, model.config)):
         with torch.no_grad():
             model(prompt(50), **{cache_argument(model): cache})
         cache.batch_repeat_interleave(4)
@@ -125,6 +136,7 @@ def test_a_warm_cache_repeated_for_beams(make_cache):
     assert torch.equal(*results)
 
 
+@exact_and_int8
 def test_generating_in_another_thread_with_a_streamer(make_cache):
     class Collector(BaseStreamer):
         def __init__(self):
@@ -137,8 +149,8 @@ def test_generating_in_another_thread_with_a_streamer(make_cache):
             pass
 
     model = tiny_model()
-    expected = tokens(model, prompt(60), DynamicCache(config=model.config))
     streamer, cache = Collector(), make_cache(config=model.config, block_size=16)
+    expected = tokens(model, prompt(60), stock_for(cache, model.config))
     for _ in range(2):  # two threads one after the other may share a cache
         thread = Thread(target=tokens, args=(model, prompt(60), cache), kwargs={"streamer": streamer})
         thread.start()
@@ -147,10 +159,12 @@ def test_generating_in_another_thread_with_a_streamer(make_cache):
     assert streamer.seen == expected[0].tolist() * 2
 
 
+@exact_and_int8
 def test_autocast_mixes_dtypes_as_concatenation_does(make_cache):
     model = tiny_model()
     ids, results = prompt(60), []
-    for cache in (make_cache(config=model.config, block_size=16), DynamicCache(config=model.config)):
+    ours = make_cache(config=model.config, block_size=16)
+    for cache in (ours, stock_for(ours, model.config)):
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             first = model(ids[:, :50], **{cache_argument(model): cache}).logits
         with torch.no_grad():
@@ -161,12 +175,14 @@ def test_autocast_mixes_dtypes_as_concatenation_does(make_cache):
         assert torch.equal(ours, stock)
 
 
+@exact_and_int8
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_left_padded_batch_goes_on_with_a_longer_mask(family, make_cache):
     model, results = tiny_model(family), []
     mask = torch.ones(3, 60, dtype=torch.long)
     mask[1, :9], mask[2, :30] = 0, 0
-    for cache in (make_cache(config=model.config, block_size=16), DynamicCache(config=model.config)):
+    ours = make_cache(config=model.config, block_size=16)
+    for cache in (ours, stock_for(ours, model.config)):
         with torch.no_grad():
             logits = []
             for start, end in ((0, 40), (40, 57), (57, 58), (58, 60)):
@@ -195,16 +211,18 @@ def slow_drive(monkeypatch):
     delay(HostTransfer, "copy", 0.005)
 
 
+@exact_and_int8
 @pytest.mark.parametrize("mode", ["greedy", "beams", "prompt lookup", "chunks of 7"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_drives_and_threads_may_be_slow_at_any_moment(mode, attention, slow_drive, make_cache):
     model = tiny_model()
     model.set_attn_implementation(attention)
     cache = make_cache(config=model.config, block_size=16, host_budget=2 * 4096 * 4)
-    expected = tokens(model, prompt(60), DynamicCache(config=model.config), **MODES[mode])
+    expected = tokens(model, prompt(60), stock_for(cache, model.config), **MODES[mode])
     assert torch.equal(tokens(model, prompt(60), cache, **MODES[mode]), expected)
 
 
+@exact_and_int8
 def test_a_slow_drive_under_a_hybrid_step_by_step(slow_drive, make_cache):
     model = tiny_hybrid()
     assert_parity(model, make_cache(config=model.config, block_size=16), 60, 2, new_tokens=64)

@@ -4,13 +4,13 @@ import copy
 
 import pytest
 import torch
-from transformers import DynamicCache, pipeline
+from transformers import DynamicCache, EncoderDecoderCache, pipeline
 
 import nvme_cache
 from nvme_cache import ConfigurationError, OffloadedNVMeCache
 from nvme_cache.arguments import cache_argument
 
-from .conftest import prompt, tiny_model, tiny_t5
+from .conftest import FAMILIES, prompt, stock_for, tiny_model, tiny_t5
 from .test_cli import model_folder  # noqa: F401  (a fixture)
 
 OPTIONS = {"block_size": 16, "host_budget": 0, "prefetch_depth": 1}
@@ -156,6 +156,21 @@ def test_encoder_decoder_models_get_both_caches(offload_dir, made):
     with nvme_cache.enable(model, offload_dir=offload_dir, block_size=8, host_budget=0):
         assert torch.equal(generate(model, prompt(20, 2)), expected)
     assert sealed(made[-1]) > 0
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "t5"])
+def test_the_caches_may_be_quantized(family, offload_dir, made):
+    model = tiny_t5() if family == "t5" else tiny_model(family)
+    with nvme_cache.enable(model, offload_dir=offload_dir, quantization="int8", block_size=8, host_budget=0):
+        made.clear()
+        answer = generate(model, prompt(20, 2))
+    [cache] = made
+    assert (sealed(cache) > 0) == (family != "mistral")  # whose layers are all sliding
+    config = model.config.get_text_config(decoder=True)
+    stock = stock_for(cache, config)
+    if family == "t5":
+        stock = EncoderDecoderCache(stock, DynamicCache(config=config))
+    assert torch.equal(answer, generate(model, prompt(20, 2), **{cache_argument(model): stock}))
 
 
 def test_wrong_options_fail_at_once(offload_dir):

@@ -8,12 +8,12 @@ import threading
 
 import pytest
 import torch
-from transformers import DynamicCache, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from nvme_cache import CacheMisuseError
 from nvme_cache.arguments import cache_argument
 
-from .conftest import prompt, tiny_model, tiny_t5, tokens
+from .conftest import exact_and_int8, prompt, stock_for, tiny_model, tiny_t5, tokens
 
 
 @contextlib.contextmanager
@@ -33,19 +33,21 @@ def interrupted(model, error=KeyboardInterrupt, forward=1):
         hook.remove()
 
 
-def stock_tokens(model, ids, **options):
-    return tokens(model, ids, DynamicCache(config=model.config), **options)
+def stock_tokens(model, ids, cache, **options):
+    """What `generate` makes of `ids` with transformers' own cache in place of `cache`, when it is new."""
+    return tokens(model, ids, stock_for(cache, model.config), **options)
 
 
+@exact_and_int8
 def test_another_prompt_on_a_full_cache(make_cache):
-    model, cache = tiny_model(), None
+    model = tiny_model()
     cache = make_cache(config=model.config, block_size=16)
     tokens(model, prompt(40), cache)
     for other in (prompt(90) + 1, prompt(40) + 1, prompt(7) + 1):
         with pytest.raises(CacheMisuseError, match=r"63 tokens of another prompt.*reset\(\)"):
             tokens(model, other, cache)
     cache.reset()
-    assert torch.equal(tokens(model, prompt(90) + 1, cache), stock_tokens(model, prompt(90) + 1))
+    assert torch.equal(tokens(model, prompt(90) + 1, cache), stock_tokens(model, prompt(90) + 1, cache))
 
 
 HOW = {
@@ -56,29 +58,34 @@ HOW = {
 }
 
 
+@exact_and_int8
 @pytest.mark.parametrize("how", HOW)
 def test_going_on_from_an_answer_that_was_changed(how, make_cache):
     """As a chat template does that renders an answer differently from how it was generated."""
     model = tiny_model()
     cache = make_cache(config=model.config, block_size=16)
+    stock = stock_for(cache, model.config)
     answered = tokens(model, prompt(40), cache, **HOW[how])
+    assert torch.equal(tokens(model, prompt(40), stock, **HOW[how]), answered)
     longer = torch.cat([answered, prompt(5, len(answered))], dim=1)
     for changed in (40, 62):
         other = longer.clone()
         other[-1, changed] = (other[-1, changed] + 1) % 250
         with pytest.raises(CacheMisuseError, match="of another prompt"):
             tokens(model, other, cache)
-    assert torch.equal(tokens(model, longer, cache), stock_tokens(model, longer))
+    assert torch.equal(tokens(model, longer, cache), tokens(model, longer, stock))
 
 
+@exact_and_int8
 @pytest.mark.parametrize("length", [40, 30, 63])
 def test_a_prompt_that_is_cached_already_is_stepped_back_into(length, make_cache):
     model = tiny_model()
     cache = make_cache(config=model.config, block_size=16)
-    whole = tokens(model, prompt(40), cache)
-    again = whole[:, :length]
-    expected = stock_tokens(model, again)
-    assert torch.equal(tokens(model, again, cache), expected)
+    stock = stock_for(cache, model.config)
+    again = tokens(model, prompt(40), cache)[:, :length]
+    tokens(model, prompt(40), stock)
+    stock.crop(length - 1 - 63)
+    assert torch.equal(tokens(model, again, cache), tokens(model, again, stock))
 
 
 def test_a_cached_prompt_that_a_sliding_layer_cannot_step_back_into(make_cache):
@@ -139,13 +146,14 @@ def test_another_model(make_cache):
         other(prompt(3), **{cache_argument(other): cache})
 
 
+@exact_and_int8
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_an_interrupted_forward_is_taken_back(family, error, make_cache):
     model = tiny_model(family)
     cache = make_cache(config=model.config, block_size=16)
     name = cache_argument(model)
-    expected, stock = [], DynamicCache(config=model.config)
+    expected, stock = [], stock_for(cache, model.config)
     with torch.no_grad():
         for length in (40, 20, 1):
             expected.append(model(prompt(length), **{name: stock}).logits)
@@ -159,29 +167,39 @@ def test_an_interrupted_forward_is_taken_back(family, error, make_cache):
         assert torch.equal(model(prompt(1), **{name: cache}).logits, expected[2])
 
 
+@exact_and_int8
 def test_an_interrupted_generate_may_simply_be_called_again(make_cache):
     model = tiny_model()
     cache = make_cache(config=model.config, block_size=16)
     with interrupted(model, forward=8):
         tokens(model, prompt(40), cache)
-    assert torch.equal(tokens(model, prompt(40), cache), stock_tokens(model, prompt(40)))
+    stock = stock_for(cache, model.config)
+    tokens(model, prompt(40), stock, max_new_tokens=7)
+    stock.crop(39 - 46)  # ours steps back by itself, to compute the prompt's last token again
+    assert torch.equal(tokens(model, prompt(40), cache), tokens(model, prompt(40), stock))
 
 
+@exact_and_int8
 def test_tokens_of_an_interrupted_generate_are_not_held_against_later_ones(make_cache):
     model = tiny_model()
     cache = make_cache(config=model.config, block_size=16)
     with interrupted(model, forward=8):
         tokens(model, prompt(40), cache)
     cached = cache.layers[3].get_seq_length()
-    whole = torch.cat([stock_tokens(model, prompt(40))[:, :cached], prompt(5) + 1], dim=1)
+    stock = stock_for(cache, model.config)
+    answered = tokens(model, prompt(40), stock, max_new_tokens=7)
+    assert stock.get_seq_length() == cached == 46
+    whole = torch.cat([answered[:, :cached], prompt(5) + 1], dim=1)
     with torch.no_grad():
         with pytest.raises(CacheMisuseError, match="call the model again"):
             model(whole[:, cached:], **{cache_argument(model): cache})
         model(whole[:, cached:], **{cache_argument(model): cache})
+        model(whole[:, cached:], **{cache_argument(model): stock})
     longer = torch.cat([whole, prompt(3)], dim=1)
-    assert torch.equal(tokens(model, longer, cache), stock_tokens(model, longer))
+    assert torch.equal(tokens(model, longer, cache), tokens(model, longer, stock))
 
 
+@exact_and_int8
 def test_a_first_forward_that_was_interrupted(make_cache):
     model = tiny_model()
     cache = make_cache(config=model.config, block_size=16)
@@ -190,7 +208,7 @@ def test_a_first_forward_that_was_interrupted(make_cache):
     with pytest.raises(CacheMisuseError, match=r"first forward was interrupted.*reset\(\)"):
         tokens(model, prompt(40), cache)
     cache.reset()
-    assert torch.equal(tokens(model, prompt(40), cache), stock_tokens(model, prompt(40)))
+    assert torch.equal(tokens(model, prompt(40), cache), stock_tokens(model, prompt(40), cache))
 
 
 def test_two_threads_at_once(make_cache):
@@ -210,7 +228,7 @@ def test_two_threads_at_once(make_cache):
         thread.start()
     for thread in threads:
         thread.join()
-    expected = stock_tokens(model, prompt(40), max_new_tokens=60)
+    expected = stock_tokens(model, prompt(40), cache, max_new_tokens=60)
     assert len(results) == 2
     assert any(result is None for result in results)
     assert all(result is None or torch.equal(result, expected) for result in results)
@@ -236,7 +254,7 @@ def test_a_generate_that_begins_between_another_threads_steps(make_cache):
         tokens(model, prompt(40), cache)
     go_on.set()
     thread.join()
-    assert torch.equal(outcome[0], stock_tokens(model, prompt(40)))
+    assert torch.equal(outcome[0], stock_tokens(model, prompt(40), cache))
 
 
 @pytest.mark.parametrize("which", ["cache", "layer"])
@@ -246,19 +264,22 @@ def test_pickling_is_refused_with_the_remedy(which, make_cache):
         pickle.dumps(cache if which == "cache" else cache.layers[0])
 
 
+@exact_and_int8
 def test_a_copy_outlives_the_original_and_the_other_way_round(make_cache):
     model = tiny_model()
     for close_original in (True, False):
         cache = make_cache(config=model.config, block_size=16)
+        stock = stock_for(cache, model.config)
         with torch.no_grad():
             model(prompt(70), **{cache_argument(model): cache})
+            model(prompt(70), **{cache_argument(model): stock})
         copied = copy.deepcopy(cache)
         assert copied.offload_path == cache.offload_path  # the blocks are shared, not copied
         assert copied._pager.meter.written_bytes == 0
         kept, closed = (copied, cache) if close_original else (cache, copied)
         closed.close()
         whole = torch.cat([prompt(70), prompt(5)], dim=1)
-        assert torch.equal(tokens(model, whole, kept), stock_tokens(model, whole))
+        assert torch.equal(tokens(model, whole, kept), tokens(model, whole, stock))
         kept.close()
     assert not list(cache.offload_path.parent.iterdir())
 
@@ -285,14 +306,14 @@ def test_linear_models_without_a_config(make_cache):
 
 def test_new_tokens_with_a_mask_over_all_on_sliding_layers_alone(make_cache):
     model = tiny_model("mistral")
-    for cache in (make_cache(config=model.config, block_size=16), DynamicCache(config=model.config)):
+    ours = make_cache(config=model.config, block_size=16)
+    for cache in (ours, stock_for(ours, model.config)):
         first = tokens(model, prompt(20), cache, max_new_tokens=6)
         new = torch.cat([first[:, -1:], prompt(4)], dim=1)
         mask = torch.ones(1, first.shape[1] + 4, dtype=torch.long)
         answer = tokens(model, new, cache, attention_mask=mask, max_new_tokens=6)
-        assert torch.equal(
-            answer[:, 5:], stock_tokens(model, torch.cat([first, prompt(4)], 1), max_new_tokens=6)[:, 30:]
-        )
+        whole = stock_tokens(model, torch.cat([first, prompt(4)], dim=1), ours, max_new_tokens=6)
+        assert torch.equal(answer[:, 5:], whole[:, 30:])
 
 
 class OwnPreparation(LlamaForCausalLM):
@@ -311,6 +332,7 @@ def test_a_model_that_prepares_its_cache_itself_is_guarded_too(make_cache):
         tokens(own, prompt(70) + 1, cache)
 
 
+@exact_and_int8
 def test_a_decoding_function_of_the_callers_own_may_go_on_from_a_full_cache(make_cache):
     model = tiny_model()
 
@@ -322,8 +344,8 @@ def test_a_decoding_function_of_the_callers_own_may_go_on_from_a_full_cache(make
             input_ids = torch.cat([input_ids, logits[:, -1:].argmax(-1)], dim=1)
         return input_ids
 
-    answers = []
-    for cache in (make_cache(config=model.config, block_size=16), DynamicCache(config=model.config)):
+    ours, answers = make_cache(config=model.config, block_size=16), []
+    for cache in (ours, stock_for(ours, model.config)):
         with torch.no_grad():
             model(prompt(40), **{cache_argument(model): cache})
         answers.append(tokens(model, prompt(40), cache, custom_generate=decode))
@@ -331,21 +353,24 @@ def test_a_decoding_function_of_the_callers_own_may_go_on_from_a_full_cache(make
     assert torch.equal(*answers)
 
 
+@exact_and_int8
 def test_cropping_to_a_length_after_an_interrupt(make_cache):
     """The number of tokens to remove is counted from a length that has the broken forward in it."""
     model = tiny_model()
     cache = make_cache(config=model.config, block_size=16)
+    stock = stock_for(cache, model.config)
     ids, held = prompt(30), {cache_argument(model): cache}
     with torch.no_grad():
-        model(ids[:, :20], **held)
-        model(ids[:, 20:21], **held)
-        cache.crop(20 - cache.get_seq_length())
+        for either in (cache, stock):
+            model(ids[:, :20], **{cache_argument(model): either})
+            model(ids[:, 20:21], **{cache_argument(model): either})
+            either.crop(20 - either.get_seq_length())
         with interrupted(model):
             model(ids[:, 20:26], **held)
         cache.crop(20 - cache.get_seq_length())
         assert cache.get_seq_length() == 20
         logits = model(ids[:, 20:], **held).logits
-        torch.testing.assert_close(logits, model(ids, use_cache=False).logits[:, 20:])
+        assert torch.equal(logits, model(ids[:, 20:], **{cache_argument(model): stock}).logits)
 
 
 def test_a_copy_of_a_cache_whose_forward_was_interrupted(make_cache):

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 import nvme_cache
+
+from .conftest import stock_for
 
 PACKAGE = str(Path(nvme_cache.__file__).parent)
 LAYERS = 2
@@ -43,14 +44,14 @@ def interrupted_at(line, function):
 
 
 @pytest.mark.parametrize("length", [1, 20])  # a token, and enough to seal and to write
-@pytest.mark.parametrize("tier", ["nvme", "host"])
+@pytest.mark.parametrize(("tier", "quantization"), [("nvme", None), ("host", None), ("nvme", "int8")])
 def test_an_interrupt_at_any_line(length, tier, make_cache):
-    history = torch.randn(LAYERS, 2, 1, 2, 47, 8)
-    new = torch.randn(LAYERS, 2, 1, 2, length, 8)
-    stock = DynamicCache()
+    history, recent, new = (torch.randn(LAYERS, 2, 1, 2, tokens, 8) for tokens in (36, 11, length))
+    cache = make_cache(block_size=16, host_budget=(1 << 30) if tier == "host" else 0, prefetch_depth=1)
+    stock = stock_for(cache)
     for layer_idx in range(LAYERS):
-        stock.update(*history[layer_idx], layer_idx)
-        expected = stock.update(*new[layer_idx], layer_idx)
+        for states in (history, recent, new):
+            expected = stock.update(*states[layer_idx], layer_idx)
 
     class Model(torch.nn.Module):
         def forward(self, cache, states):
@@ -63,14 +64,14 @@ def test_an_interrupt_at_any_line(length, tier, make_cache):
     def forward(cache):
         return model(cache, new)
 
-    cache = make_cache(block_size=16, host_budget=(1 << 30) if tier == "host" else 0, prefetch_depth=1)
     model(cache, history)
     forward(cache)  # ends the first forward, and makes the slots
     line, more = 1, True
     with torch.no_grad():
         while more:
             cache.crop(0)  # takes back what an interrupt after the last layer left in doubt
-            cache.crop(47 - cache.get_seq_length())
+            cache.crop(36 - cache.get_seq_length())
+            model(cache, recent)
             more = interrupted_at(line, lambda: forward(cache))
             if more and [layer.get_seq_length() for layer in cache.layers] != [47 + length] * LAYERS:
                 try:

@@ -17,9 +17,10 @@ from transformers.models.mllama.configuration_mllama import MllamaTextConfig, Ml
 from nvme_cache import CacheMisuseError
 from nvme_cache.arguments import cache_argument
 
-from .conftest import assert_parity, prompt, tiny_hybrid, tiny_t5, tokens
+from .conftest import assert_parity, exact_and_int8, prompt, stock_for, tiny_hybrid, tiny_t5, tokens
 
 
+@exact_and_int8
 def test_hybrid_of_linear_and_full_attention_step_by_step(make_cache):
     model = tiny_hybrid()
     cache = make_cache(config=model.config, block_size=16)
@@ -50,6 +51,7 @@ def both_caches(paged, config):
     return EncoderDecoderCache(paged, DynamicCache(config=config))
 
 
+@exact_and_int8
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True}], ids=["greedy", "beams", "sampling"])
 def test_encoder_decoder(options, make_cache):
     model = tiny_t5()
@@ -57,7 +59,8 @@ def test_encoder_decoder(options, make_cache):
     ours = both_caches(make_cache(config=config, block_size=8), config)
     answers = []
     for text in (prompt(20, 2), prompt(20, 2) + 1):
-        expected = tokens(model, text, both_caches(DynamicCache(config=config), config), **options)
+        stock = both_caches(stock_for(ours.self_attention_cache, config), config)
+        expected = tokens(model, text, stock, **options)
         assert torch.equal(tokens(model, text, ours, **options), expected)
         answers.append(expected)
         ours.reset()
@@ -77,6 +80,7 @@ def test_another_input_without_a_reset_is_refused(make_cache):
         tokens(model, prompt(20, 2), cache, decoder_input_ids=torch.cat([answer, prompt(3, 2)], dim=1))
 
 
+@exact_and_int8
 def test_cross_attention_may_be_paged_too(make_cache):
     torch.manual_seed(0)
     config = WhisperConfig(
@@ -111,11 +115,12 @@ def test_cross_attention_may_be_paged_too(make_cache):
 
     ours = EncoderDecoderCache(make_cache(block_size=8), make_cache(block_size=8))
     for features in torch.randn(2, 2, 8, 100):
-        expected = run(features, EncoderDecoderCache(DynamicCache(), DynamicCache()))
-        assert torch.equal(run(features, ours), expected)
+        stock = EncoderDecoderCache(stock_for(ours.self_attention_cache), stock_for(ours.cross_attention_cache))
+        assert torch.equal(run(features, ours), run(features, stock))
         ours.reset()
 
 
+@exact_and_int8
 def test_images_among_the_words_in_one_call_after_another(make_cache):
     """The model itself remembers where an image put the positions, and looks at the cache to know when to use it."""
     torch.manual_seed(0)
@@ -145,11 +150,13 @@ def test_images_among_the_words_in_one_call_after_another(make_cache):
             results.append(model.model.rope_deltas)
         return results
 
+    cache = make_cache(config=config.get_text_config(), block_size=16)
     ours = run(lambda: make_cache(config=config.get_text_config(), block_size=16))
-    assert all(map(torch.equal, ours, run(lambda: DynamicCache(config=config))))
+    assert all(map(torch.equal, ours, run(lambda: stock_for(cache, config))))
     assert not torch.equal(ours[2], ours[5])
 
 
+@exact_and_int8
 @pytest.mark.parametrize("what", ["all tokens", "new tokens and a mask over all"])
 def test_turns_after_an_image_that_cross_attention_holds(what, make_cache):
     """Some layers hold the image, which is longer than the text: the text's length is the one that counts."""
@@ -179,7 +186,8 @@ def test_turns_after_an_image_that_cross_attention_holds(what, make_cache):
         "cross_attention_mask": torch.ones(1, 20, 1, 4, dtype=torch.long),
     }
     answers = []
-    for cache in (make_cache(config=text, block_size=16), DynamicCache(config=text)):
+    paged = make_cache(config=text, block_size=16)
+    for cache in (paged, stock_for(paged, text)):
         first = tokens(model, ids, cache, max_new_tokens=6, **image)
         if what == "all tokens":
             second = tokens(model, torch.cat([first, prompt(6)], dim=1), cache, max_new_tokens=6)

@@ -8,33 +8,37 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from transformers import DynamicCache
 
-from nvme_cache import OffloadedNVMeCache
+from nvme_cache import OffloadedNVMeCache, QuantizationConfig
 
-from .conftest import tiers
+from .conftest import MIXED, stock_for, tiers
 
 HEADS, WIDTH = 2, 8
 TIERS = tiers(mixed_bytes=6000)
+OTHERS = QuantizationConfig(key="int2", value="float8", axis_key="token", axis_value="channel", sink_tokens=0)
 
 
 class CacheMachine(RuleBasedStateMachine):
     """Ours and transformers' cache, given the same calls. `modes` are left and entered freely."""
 
+    QUANTIZATIONS = (None,)
+
     @initialize(
+        data=st.data(),
         layers=st.integers(1, 5),
         block_size=st.sampled_from([1, 3, 8, 64]),
         prefetch_depth=st.integers(0, 4),
         tiers=st.sampled_from(sorted(TIERS)),
         widths=st.sampled_from([(8, 8), (12, 5), (64, 64)]),
     )
-    def begin(self, layers, block_size, prefetch_depth, tiers, widths):
+    def begin(self, data, layers, block_size, prefetch_depth, tiers, widths):
         self.folder = tempfile.TemporaryDirectory()
         options = {"host_budget": 0, "device_budget": 0} | TIERS[tiers]
+        options["quantization"] = data.draw(st.sampled_from(self.QUANTIZATIONS))
         self.ours = OffloadedNVMeCache(
             offload_dir=self.folder.name, block_size=block_size, prefetch_depth=prefetch_depth, **options
         )
-        self.stock = DynamicCache()
+        self.stock = stock_for(self.ours)
         self.layers, self.batch, self.widths = layers, 2, widths
         self.others = []
         self.generator = torch.Generator().manual_seed(0)
@@ -99,7 +103,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule()
     def reset(self):
         self.ours.reset()
-        self.stock = DynamicCache()  # whose own reset kept the length in older versions
+        self.stock = stock_for(self.ours)  # whose own reset kept the length in older versions
 
     @precondition(lambda self: len(self.others) < 2)
     @rule(swap=st.booleans())
@@ -128,7 +132,9 @@ class CacheMachine(RuleBasedStateMachine):
         assert torch.equal(ours.keys, stock.keys)
         assert torch.equal(ours.values, stock.values)
         ours.keys, ours.values = ours.keys + 1, ours.values - 1
-        stock.keys, stock.values = stock.keys + 1, stock.values - 1
+        begun_with_them = stock_for(self.ours)
+        begun_with_them.update(stock.keys + 1, stock.values - 1, 0)
+        self.stock.layers[layer_idx] = begun_with_them.layers[0]
 
     @invariant()
     def same_lengths(self):
@@ -159,6 +165,21 @@ TestStateMachine.settings = settings(
 )
 
 
+class QuantizedMachine(CacheMachine):
+    """As its base, with blocks stored in few bits."""
+
+    QUANTIZATIONS = ("int8", MIXED, OTHERS)
+
+
+TestQuantized = QuantizedMachine.TestCase
+TestQuantized.settings = settings(max_examples=60, stateful_step_count=20, deadline=None, suppress_health_check=CHECKS)
+
+
 @pytest.mark.slow
 class TestStateMachineLong(CacheMachine.TestCase):
     settings = settings(max_examples=2000, stateful_step_count=40, deadline=None, suppress_health_check=CHECKS)
+
+
+@pytest.mark.slow
+class TestQuantizedLong(QuantizedMachine.TestCase):
+    settings = settings(max_examples=1000, stateful_step_count=40, deadline=None, suppress_health_check=CHECKS)

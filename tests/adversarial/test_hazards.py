@@ -11,7 +11,6 @@ from transformers import DynamicCache
 from nvme_cache import OffloadedNVMeCache, QuantizationConfig
 from nvme_cache.shards import Shard
 from tests.conftest import Pair, assert_same, generate, tiers, tiny_model
-from tests.fake_quantized import FakeQuantizedCache
 
 from .executor import HazardError, late
 
@@ -38,9 +37,8 @@ QUANTIZATIONS = ["int8", "int4", QuantizationConfig(key="int8", value="int4", si
 
 @pytest.mark.parametrize("quantization", QUANTIZATIONS, ids=str)
 @pytest.mark.parametrize("tier", TIERS)
-def test_quantized_blocks(tier, quantization, make_cache):
-    cache = make_cache(block_size=16, quantization=quantization, **TIERS[tier])
-    pair = Pair(cache, stock=FakeQuantizedCache(tiny_model().config, 16, quantization))
+def test_quantized_blocks(tier, make_cache):
+    pair = Pair(make_cache(block_size=16, **TIERS[tier]))
     for length in (100, 1, 1, 40, *[1] * 40):
         pair.forward(length)
     for cut in (3, 30, 90):
