@@ -11,6 +11,8 @@ import torch
 from nvme_cache import OffloadedNVMeCache, arguments, cgroup, drive, io
 from nvme_cache.cgroup import MemoryLimit
 from nvme_cache.drive import TEST_BYTES, Drive
+from nvme_cache.quantization import Quantized
+from nvme_cache.shards import Shard
 from nvme_cache.transfer import HostTransfer
 
 MIB = 1 << 20
@@ -99,7 +101,9 @@ def test_direct_io_that_is_taken_and_then_cached_does_not_count(tmp_path, monkey
 @pytest.mark.parametrize(("options", "threads"), [({}, 3), ({"io_threads": 7}, 7)])
 def test_threads_are_as_tested_unless_told_otherwise(options, threads, make_cache, monkeypatch):
     monkeypatch.setattr("nvme_cache.store.drive_of", lambda folder: Drive(io_threads=3))
-    assert make_cache(**options)._pager._readers._max_workers == threads
+    pager = make_cache(**options)._pager
+    assert pager._turns._value == threads
+    assert pager._readers._max_workers == 2 * threads  # as many again, to check and decode
 
 
 @pytest.mark.parametrize(("options", "tokens", "depth"), [({}, 64, 4), ({}, 2048, 2), ({"prefetch_depth": 3}, 2048, 3)])
@@ -138,3 +142,33 @@ def test_host_memory_fills_whole_huge_pages(nbytes):
     memory = HostTransfer().host_memory(nbytes)
     assert nbytes <= memory.numel() < nbytes + 4096
     assert memory.data_ptr() % (2 * MIB if nbytes >= 2 * MIB else 4096) == 0
+
+
+def test_one_thread_reads_while_another_decodes_and_no_more_than_asked_for_read(make_cache, monkeypatch):
+    begun, under_way, most, met = [], set(), [], []
+    read, decode = Shard.read, Quantized.decode
+
+    def counted(shard, *args):
+        begun.append(shard)
+        under_way.add(shard)
+        most.append(len(under_way))
+        time.sleep(0.005)
+        under_way.discard(shard)
+        return read(shard, *args)
+
+    def slow(*args):
+        before, until = len(begun), time.monotonic() + 0.2
+        while len(begun) == before and time.monotonic() < until:
+            time.sleep(0.001)
+        met.append(len(begun) > before)
+        return decode(*args)
+
+    monkeypatch.setattr(Shard, "read", counted)
+    monkeypatch.setattr(Quantized, "decode", slow)
+    cache = make_cache(block_size=16, quantization="int8", io_threads=1)
+    with torch.no_grad():
+        for length in (68, 1, 1):
+            for layer_idx in range(8):
+                cache.update(*torch.randn(2, 1, 2, length, 16), layer_idx)
+    assert any(met)
+    assert max(most) == 1

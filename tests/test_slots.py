@@ -114,7 +114,7 @@ def test_slots_made_for_a_holder_are_given_up_when_nobody_holds_any(make_cache, 
 
 def test_slots_are_given_up_when_layers_have_grown(make_cache, monkeypatch):
     monkeypatch.setattr("nvme_cache.slots._WINDOW", 16)
-    monkeypatch.setattr(Drive, "prefetch_depth", lambda _, layer_bytes: 4 if layer_bytes < 50_000 else 2)
+    monkeypatch.setattr(Drive, "prefetch_depth", lambda _, layer_bytes, is_exact: 4 if layer_bytes < 50_000 else 2)
     cache = make_cache(block_size=16, prefetch_depth="auto")
     counts = []
     for step in steps(8, [40, 1, 1, 200, *[1] * 10]):
