@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,7 +16,8 @@ from nvme_cache import OffloadedNVMeCache, QuantizationConfig
 
 _RESIDUAL_LENGTH = 128  # transformers' default
 _Q_GROUP_SIZE = 64  # both libraries' default
-_EXACT_STEP = 256  # as our block size
+_BLOCK_SIZE = 256  # ours
+EXACT = "exact"  # the name of the cache that all are compared with
 
 
 class Make(Protocol):
@@ -74,7 +75,7 @@ class Contender:
             close(cache)
 
 
-def ours(name: str, quantization: str | QuantizationConfig | None, block_size: int = 256) -> Contender:
+def ours(name: str, quantization: str | QuantizationConfig | None, block_size: int = _BLOCK_SIZE) -> Contender:
     """`OffloadedNVMeCache`, with all blocks in memory: where they are is nothing to their quality."""
     sinks = 0
     if quantization is not None:
@@ -92,13 +93,13 @@ def ours(name: str, quantization: str | QuantizationConfig | None, block_size: i
 
 
 def exact() -> Contender:
-    """The cache that all are compared with."""
-    return Contender("exact", _make_exact, step=_EXACT_STEP)
+    """The cache that all are compared with, fed as ours are."""
+    return Contender(EXACT, _make_exact, step=_BLOCK_SIZE, lead=QuantizationConfig().sink_tokens)
 
 
 def exact_in_thirds() -> Contender:
     """The same once more, in smaller products, which round differently: what even an exact cache is off by."""
-    return Contender("exact, in thirds", _make_exact, step=_EXACT_STEP, parts=3)
+    return replace(exact(), name=f"{EXACT}, in thirds", parts=3)
 
 
 def quanto(nbits: int, axis_key: int = 0, residual_length: int = _RESIDUAL_LENGTH) -> Contender:
@@ -132,7 +133,7 @@ def all_contenders() -> list[Contender]:
         ours("int2", "int2"),
         quanto(4),
         quanto(4, axis_key=-1),
-        quanto(4, axis_key=-1, residual_length=_EXACT_STEP),
+        quanto(4, axis_key=-1, residual_length=_BLOCK_SIZE),
         quanto(2),
         quanto(2, axis_key=-1),
     ]

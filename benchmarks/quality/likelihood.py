@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 
 from nvme_cache.arguments import cache_argument
 
-from .contenders import Contender
+from .contenders import EXACT, Contender
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,14 +116,16 @@ def compare(
     found: dict[str, list[Scores]] = {each.name: [] for each in contenders}
     with ExitStack() as stack:
         caches = {each.name: stack.enter_context(each.open(model.config, folder)) for each in contenders}
-        stock = DynamicCache(config=model.config)
+        stock = caches.get(EXACT, DynamicCache(config=model.config))
         start = 0
         for length in chunks:
             piece, targets = ids[:, start : start + length], ids[0, start + 1 : start + length + 1]
             is_scored = start + length > warm_up
             log_p = _log_probabilities(model, stock, piece, parts=1, all_of_them=is_scored)
             for each in contenders:
-                log_q = _log_probabilities(model, caches[each.name], piece, parts=each.parts, all_of_them=is_scored)
+                log_q = log_p
+                if each.name != EXACT:
+                    log_q = _log_probabilities(model, caches[each.name], piece, parts=each.parts, all_of_them=is_scored)
                 if is_scored:
                     found[each.name].append(score(log_q, log_p, targets, start + 1).between(warm_up, start + length))
             start += length

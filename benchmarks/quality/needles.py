@@ -32,7 +32,11 @@ FACTS = (
         "What is the telephone number of the harbour office?",
         "5093",
     ),
-    Fact("The bell of Saint Olaf weighs 845 kg.", "How many kilograms does the bell of Saint Olaf weigh?", "845"),
+    Fact(
+        "The bell of Saint Olaf weighs 845 kilograms.",
+        "How many kilograms does the bell of Saint Olaf weigh?",
+        "845",
+    ),
     Fact("The secret ingredient of the soup is saffron.", "What is the secret ingredient of the soup?", "saffron"),
     Fact("The serial number of the red tractor is 66120.", "What is the serial number of the red tractor?", "66120"),
 )

@@ -51,10 +51,17 @@ FULL = Plan(
     prompt=1024,
     steps=1024,
     stepwise=_STEPWISE,
-    documents=(1800, 1800, 1800),
+    documents=(1800, 1800, 3600),
     facts=5,
     answer=24,
-    needles=None,
+    needles=(
+        "nvme-cache int8",
+        "nvme-cache float8",
+        "nvme-cache int8 keys, int4 values",
+        *_STEPWISE,
+        "quanto int4, keys by channel",
+        "quanto int2, keys by channel",
+    ),
     probe=4096,
 )
 QUICK = Plan(

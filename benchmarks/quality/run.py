@@ -19,7 +19,7 @@ from nvme_cache.bench.machine import describe, version
 
 from . import needles
 from .charts import draw
-from .contenders import Contender, stored_bytes, working
+from .contenders import EXACT, Contender, stored_bytes, working
 from .likelihood import Scores, buckets, compare, summaries
 from .plan import Plan
 from .report import tables
@@ -71,7 +71,7 @@ def run_quality(
 
         def keep(section: str, measure: Callable[[], dict[str, Any]]) -> None:
             results[section] = measure()
-            results["elapsed_s"] = time.perf_counter() - began
+            results["elapsed_s"], results["cpu_s"] = time.perf_counter() - began, time.process_time()
             out.write_text(json.dumps(results, indent=1) + "\n")  # what has been measured survives what comes after
 
         keep("storage", lambda: _storage(model, able, windows[0], plan, folder, say))
@@ -156,7 +156,7 @@ def _needles(
 
 
 def _chosen(contenders: Sequence[Contender], names: tuple[str, ...] | None) -> list[Contender]:
-    return [each for each in contenders if names is None or each.name in ("exact", *names)]
+    return [each for each in contenders if names is None or each.name in (EXACT, *names)]
 
 
 def _elements_per_token(model: PreTrainedModel) -> int:
