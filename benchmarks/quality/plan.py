@@ -62,7 +62,7 @@ FULL = Plan(
         "quanto int4, keys by channel",
         "quanto int2, keys by channel",
     ),
-    probe=4096,
+    probe=2048,
 )
 QUICK = Plan(
     caches=(

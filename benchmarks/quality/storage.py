@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +56,17 @@ def examine(
     errors: list[tuple[float, float]] = []
     sizes: dict[int, int] = {}
     counts: list[torch.Tensor] = []
-    for seen in _feed(contender, config, keys, values, contender.chunks(length), folder):
+    pieces = contender.chunks(length)
+    for seen in _feed(contender, config, keys, values, pieces, folder):
         counts.append(_exact_tokens(seen, keys, values))
         errors.append((_error(seen.keys, keys, oldest), _error(seen.values, values, oldest)))
         sizes[seen.keys.shape[2]] = seen.nbytes
-    one_by_one = _feed(contender, config, keys, values, [lead + step] + [1] * (length - lead - step), folder)
-    stepwise = [_exact_tokens(seen, keys, values) for seen in one_by_one]
+    in_first_half = sum(end <= length // 2 for end in accumulate(pieces))
+    prompt = pieces[: max(1, in_first_half)]
+    one_by_one = prompt + [1] * (length - sum(prompt))
+    stepwise = [
+        _exact_tokens(seen, keys, values) for seen in _feed(contender, config, keys, values, one_by_one, folder)
+    ]
     # From one moment of the cycle to the same one later.
     first, last = lead + step, lead + (length - lead) // step * step
     elements = (last - first) * (keys[:, :, 0].numel() + values[:, :, 0].numel())
