@@ -117,6 +117,16 @@ def test_bits_are_those_of_the_format(report, name, key_bits, value_bits):
     assert report["windows"][f"nvme-cache {name}"]["bits_per_element"] == pytest.approx(whole)
 
 
+def test_what_cannot_be_read_is_refused(model_folder, tmp_path):
+    out = tmp_path / "quality.json"
+    for options in (["--tokens", "5000"], ["--tokens", "4000", "--windows", "1000"]):
+        command = ["--model", str(model_folder), "--quick", "--no-peers", "--out", str(out), *options]
+        run = CliRunner().invoke(app, command, catch_exceptions=False)
+        assert run.exit_code == 2
+        assert f"{int(options[-1]):,}" in run.output
+    assert not out.exists()
+
+
 def test_a_token_attends_to_as_many_exact_ones_as_when_decoding(report):
     late = range(QUICK.probe // 2, QUICK.probe)
     assert late.start > SINKS + BLOCK  # all of it behind the first block

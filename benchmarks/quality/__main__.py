@@ -12,6 +12,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import typer
 from rich.console import Console
 
+from nvme_cache.errors import NVMeCacheError
+
 from .contenders import all_contenders
 from .plan import FULL, QUICK
 from .run import run_quality
@@ -35,14 +37,14 @@ def main(
     Takes under half an hour on two cores.
     """
     plan = QUICK if quick else FULL
-    plan = replace(plan, window=tokens or plan.window, windows=windows or plan.windows)
+    plan = replace(plan.with_window(tokens or plan.window), windows=windows or plan.windows)
     contenders = [each for each in all_contenders() if peers or not each.name.startswith("quanto")]
     console = Console()
     if not console.is_terminal:
         console.width = 140  # a file has room for whole tables
     try:
         run_quality(model, contenders, plan, out, quick=quick, console=console)
-    except ValueError as error:
+    except NVMeCacheError as error:
         console.print(str(error), style="bold red", markup=False)
         raise typer.Exit(2) from error
     console.print(f"figures: {out}")

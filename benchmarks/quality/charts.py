@@ -1,14 +1,15 @@
 """What was measured, as a chart, where matplotlib is installed."""
 
 from pathlib import Path
-from typing import Any
+
+from nvme_cache.bench.measure import Figures
 
 _WARM = ("#7c2d12", "#c2410c", "#ea580c", "#fb923c", "#fbbf24")
 _COLD = ("#1e3a8a", "#2563eb", "#06b6d4", "#059669", "#7c3aed")
 _EXACT = "#64748b"
 
 
-def draw(results: dict[str, Any], path: Path) -> str:
+def draw(results: Figures, path: Path) -> str:
     """Draws KL divergence by context and by size into a PNG at `path`. Returns what to tell the user."""
     try:
         from matplotlib.figure import Figure

@@ -6,13 +6,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from nvme_cache.arguments import cache_argument
+from nvme_cache.bench.measure import Figures
 
 from .contenders import EXACT, Contender
 
@@ -53,7 +53,7 @@ class Scores:
             self.agrees[chosen],
         )
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> Figures:
         """Means over all predictions, as JSON; the standard error takes them for independent of each other."""
         difference = (self.nll - self.exact_nll).double()
         ratio = math.exp(difference.mean())
@@ -137,12 +137,12 @@ def compare(
 def _log_probabilities(
     model: PreTrainedModel, cache: Cache, ids: torch.Tensor, *, parts: int, all_of_them: bool
 ) -> torch.Tensor:
-    """`[predictions, vocabulary]`, fp32 on the host: for each of `ids`, `[1, length]`, or only for the last."""
+    """`[predictions, vocabulary]`, fp32: for each of `ids`, `[1, length]`, or only for the last."""
     found = []
     for piece in ids.split(-(-ids.shape[1] // parts), dim=1):
         kept = piece.shape[1] if all_of_them else 1
-        output = model(piece.to(model.device), **{cache_argument(model): cache}, use_cache=True, logits_to_keep=kept)
-        found.append(torch.log_softmax(output.logits[0].float(), dim=-1).cpu())
+        output = model(piece, **{cache_argument(model): cache}, use_cache=True, logits_to_keep=kept)
+        found.append(torch.log_softmax(output.logits[0].float(), dim=-1))
     return torch.cat(found)
 
 
@@ -154,7 +154,7 @@ def buckets(low: int, high: int) -> list[tuple[int, int]]:
     return list(pairwise(edges))
 
 
-def summaries(scores: Mapping[str, Scores], edges: Sequence[tuple[int, int]]) -> dict[str, Any]:
+def summaries(scores: Mapping[str, Scores], edges: Sequence[tuple[int, int]]) -> Figures:
     """Of each cache's predictions: all, and by the length of the context."""
     return {
         name: {

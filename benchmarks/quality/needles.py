@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from nvme_cache.arguments import cache_argument
+from nvme_cache.bench.measure import Figures
 
 from .contenders import Contender, branch, close
 from .text import Text
@@ -86,7 +87,7 @@ def document(tokenizer: Any, text: Text, length: int, count: int, number: int) -
 @torch.no_grad()
 def ask(
     model: PreTrainedModel, tokenizer: Any, contender: Contender, asked: Document, longest: int, folder: Path
-) -> list[dict[str, Any]]:
+) -> list[Figures]:
     """Reads the document as if it were decoded, then answers each question about it, greedily.
 
     Returns:
@@ -104,7 +105,7 @@ def ask(
     return results
 
 
-def summary(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def summary(results: Sequence[Figures]) -> Figures:
     """How many were found: of all, and by depth."""
     depths = sorted({result["depth"] for result in results})
     return {
@@ -128,7 +129,7 @@ def _answer(model: PreTrainedModel, tokenizer: Any, cache: Cache, ids: torch.Ten
 
 
 def _next_token(model: PreTrainedModel, cache: Cache, ids: torch.Tensor) -> torch.Tensor:
-    output = model(ids.to(model.device), **{cache_argument(model): cache}, use_cache=True, logits_to_keep=1)
+    output = model(ids, **{cache_argument(model): cache}, use_cache=True, logits_to_keep=1)
     token: torch.Tensor = output.logits[:, -1].argmax(dim=-1, keepdim=True)
     return token
 

@@ -1,6 +1,6 @@
 """How much is measured."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 
@@ -35,6 +35,12 @@ class Plan:
     answer: int
     needles: tuple[str, ...] | None
     probe: int
+
+    def with_window(self, window: int) -> "Plan":
+        """The same with windows of so many tokens, and nothing longer than they."""
+        half = window // 2
+        prompt, steps, probe = min(self.prompt, half), min(self.steps, half), min(self.probe, window)
+        return replace(self, window=window, prompt=prompt, steps=steps, probe=probe)
 
     def as_dict(self) -> dict[str, Any]:
         """For the record."""

@@ -1,12 +1,13 @@
 """What was measured, as tables for people."""
 
 from collections.abc import Iterator
-from typing import Any
 
 from rich.table import Table
 
+from nvme_cache.bench.measure import Figures
 
-def tables(results: dict[str, Any]) -> Iterator[Table]:
+
+def tables(results: Figures) -> Iterator[Table]:
     """A table for each part."""
     plan, model = results["plan"], results["model"]["name"]
     yield _storage(results)
@@ -26,7 +27,7 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _storage(results: dict[str, Any]) -> Table:
+def _storage(results: Figures) -> Table:
     columns = ["", "bits per element", "exact tokens", "as fed", "key error", "at the end", "value error", "at the end"]
     table = _table(f"One layer's keys and values, {results['plan']['probe']:,} tokens", *columns)
     for name, found in results["storage"].items():
@@ -40,7 +41,7 @@ def _storage(results: dict[str, Any]) -> Table:
     return table
 
 
-def _windows(results: dict[str, Any], title: str) -> Table:
+def _windows(results: Figures, title: str) -> Table:
     columns = ["", "bits per element", "perplexity", "KL millinats", "same top token", "facts found"]
     table = _table(title, *columns)
     for name, found in results["windows"].items():
@@ -57,7 +58,7 @@ def _windows(results: dict[str, Any], title: str) -> Table:
     return table
 
 
-def _by_context(caches: dict[str, Any], title: str) -> Table:
+def _by_context(caches: Figures, title: str) -> Table:
     spans = next(iter(caches.values()))["by_context"]
     table = _table(title, "", *(f"{span['above_tokens']:,} to {span['to_tokens']:,}" for span in spans))
     for name, found in caches.items():
@@ -65,7 +66,7 @@ def _by_context(caches: dict[str, Any], title: str) -> Table:
     return table
 
 
-def _needles(caches: dict[str, Any]) -> Table:
+def _needles(caches: Figures) -> Table:
     depths = list(next(iter(caches.values()))["found_by_depth"])
     table = _table("Facts found, by depth in the document", "", *depths, "all")
     for name, found in caches.items():

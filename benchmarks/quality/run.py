@@ -16,6 +16,8 @@ from transformers.cache_utils import Cache
 
 from nvme_cache.arguments import cache_argument
 from nvme_cache.bench.machine import describe, version
+from nvme_cache.bench.measure import Figures, Say
+from nvme_cache.errors import ConfigurationError
 
 from . import needles
 from .charts import draw
@@ -31,7 +33,7 @@ FORMAT_VERSION = 1
 
 def run_quality(
     model_folder: str, contenders: Sequence[Contender], plan: Plan, out: Path, *, quick: bool, console: Console
-) -> dict[str, Any]:
+) -> Figures:
     """Measures `contenders`, leaves JSON at `out` and a chart beside it, and prints tables.
 
     Args:
@@ -43,7 +45,7 @@ def run_quality(
         console: Where progress and tables go.
 
     Raises:
-        ValueError: the text is too short for the windows asked for.
+        ConfigurationError: the text is too short for the windows asked for, or the model made for shorter ones.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
@@ -55,10 +57,13 @@ def run_quality(
         folder = Path(own_folder)
         tokenizer = AutoTokenizer.from_pretrained(model_folder)
         model = AutoModelForCausalLM.from_pretrained(model_folder, dtype="auto").eval()
+        longest = model.config.max_position_embeddings
+        if plan.window > longest:
+            raise ConfigurationError(f"tokens={plan.window:,} is more than the {longest:,} that {model_folder} reads")
         text = Text.tokenized(tokenizer)
         windows = text.windows(plan.window, plan.windows)
         able, reasons = working(_chosen(contenders, plan.caches), model.config, folder)
-        results: dict[str, Any] = {
+        results: Figures = {
             "format_version": FORMAT_VERSION,
             "quick": quick,
             "machine": describe(folder) | {"optimum-quanto": version("optimum-quanto")},
@@ -69,7 +74,7 @@ def run_quality(
             "notes": reasons,
         }
 
-        def keep(section: str, measure: Callable[[], dict[str, Any]]) -> None:
+        def keep(section: str, measure: Callable[[], Figures]) -> None:
             results[section] = measure()
             results["elapsed_s"], results["cpu_s"] = time.perf_counter() - began, time.process_time()
             out.write_text(json.dumps(results, indent=1) + "\n")  # what has been measured survives what comes after
@@ -85,12 +90,9 @@ def run_quality(
     return results
 
 
-Say = Callable[[str], None]
-
-
 def _storage(
     model: PreTrainedModel, contenders: list[Contender], ids: torch.Tensor, plan: Plan, folder: Path, say: Say
-) -> dict[str, Any]:
+) -> Figures:
     say("storage: one layer's keys and values in each cache")
     keys, values = states_of(model, ids[:, : plan.probe])
     return {each.name: examine(each, model.config, keys, values, folder) for each in contenders}
@@ -98,7 +100,7 @@ def _storage(
 
 def _windows(
     model: PreTrainedModel, contenders: list[Contender], windows: list[torch.Tensor], plan: Plan, folder: Path, say: Say
-) -> dict[str, Any]:
+) -> Figures:
     elements = _elements_per_token(model) * plan.window
     found: dict[str, list[Scores]] = {each.name: [] for each in contenders}
     bits: dict[str, float] = {}
@@ -121,7 +123,7 @@ def _windows(
 
 def _stepwise(
     model: PreTrainedModel, contenders: list[Contender], ids: torch.Tensor, plan: Plan, folder: Path, say: Say
-) -> dict[str, Any]:
+) -> Figures:
     say(f"{plan.steps:,} tokens one at a time: {', '.join(each.name for each in contenders)}")
     end = plan.prompt + plan.steps
     chunks = [plan.prompt] + [1] * plan.steps
@@ -139,7 +141,7 @@ def _needles(
     plan: Plan,
     folder: Path,
     say: Say,
-) -> dict[str, Any]:
+) -> Figures:
     documents = [
         needles.document(tokenizer, text, length, plan.facts, number) for number, length in enumerate(plan.documents)
     ]
@@ -163,5 +165,5 @@ def _elements_per_token(model: PreTrainedModel) -> int:
     """Numbers in the keys and values of one token, in all layers."""
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(torch.zeros(1, 1, dtype=torch.int64, device=model.device), **{cache_argument(model): cache})
-    return sum(part.numel() for layer in cache.layers for part in (layer.keys, layer.values))
+        model(torch.zeros(1, 1, dtype=torch.int64), **{cache_argument(model): cache})
+    return stored_bytes(cache) // model.dtype.itemsize

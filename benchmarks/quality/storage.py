@@ -4,12 +4,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import torch
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 from nvme_cache.arguments import cache_argument
+from nvme_cache.bench.measure import Figures
 
 from .contenders import Contender, one_layer, stored_bytes
 
@@ -35,14 +37,16 @@ class Seen:
 def states_of(model: PreTrainedModel, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of the layer in the middle, for `ids`, `[1, length]`."""
     cache = DynamicCache(config=model.config)
-    model(ids.to(model.device), **{cache_argument(model): cache}, use_cache=True, logits_to_keep=1)
-    layer = cache.layers[len(cache.layers) // 2]
+    model(ids, **{cache_argument(model): cache}, use_cache=True, logits_to_keep=1)
+    layer = cast(DynamicLayer, cache.layers[len(cache.layers) // 2])
+    assert layer.keys is not None
+    assert layer.values is not None
     return layer.keys, layer.values
 
 
 def examine(
     contender: Contender, config: PreTrainedConfig, keys: torch.Tensor, values: torch.Tensor, folder: Path
-) -> dict[str, Any]:
+) -> Figures:
     """Stores keys and values, `[1, num_key_value_heads, seq_length, head_dim]`, as they come while decoding.
 
     Returns:
@@ -108,9 +112,9 @@ def _exact_tokens(seen: Seen, keys: torch.Tensor, values: torch.Tensor) -> torch
 def _late_mean(counts: Sequence[torch.Tensor]) -> float:
     """The mean of the second half: the first tokens attend to few."""
     joined = torch.cat(list(counts))
-    return joined[len(joined) // 2 :].double().mean().item()
+    return float(joined[len(joined) // 2 :].double().mean())
 
 
 def _error(seen: torch.Tensor, states: torch.Tensor, tokens: slice) -> float:
     exact = states[:, :, tokens].double()
-    return ((seen[:, :, tokens].double() - exact).norm() / exact.norm()).item()
+    return float((seen[:, :, tokens].double() - exact).norm() / exact.norm())

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from nvme_cache.errors import ConfigurationError
+
 NAME = f"pydoc_data.topics of Python {platform.python_version()}, markup stripped"
 _LEAST_PARAGRAPH = 200  # characters; less is headings and lists
 
@@ -46,11 +48,13 @@ class Text:
         """Windows of `length` tokens and the one behind them, `[1, length + 1]` each, evenly spaced over the text.
 
         Raises:
-            ValueError: the text has too few tokens for them not to overlap.
+            ConfigurationError: the text has too few tokens for them not to overlap.
         """
         apart = self.ids.shape[0] // count
         if apart < length + 1:
-            raise ValueError(f"{count} windows of {length:,} tokens: the text has only {self.ids.shape[0]:,}")
+            raise ConfigurationError(
+                f"windows={count:,} of tokens={length:,} are more than the text's {self.ids.shape[0]:,}; ask for fewer"
+            )
         return [self.ids[None, start : start + length + 1] for start in range(0, count * apart, apart)]
 
     def paragraphs(self) -> list[str]:
