@@ -52,6 +52,7 @@ def test_rates_and_steps_have_units(report):
     rates, overlap = (report["sections"][name]["results"] for name in ("rates", "overlap"))
     assert set(rates["best"]) == {"h2d_bytes_per_s", "read_bytes_per_s", "write_bytes_per_s"}
     assert all(entry["fetch_bytes_per_s"] > 0 for entry in rates["fetch"])
+    assert all(entry["slots_bytes_per_s"] > 0 for entry in rates["fetch"] + rates["quantized"])
     measured = [entry for entry in overlap["entries"] if "skipped" not in entry]
     assert {entry["setting"] for entry in measured} >= {"DynamicCache", "host 0 %", "host 50 %", "host 100 %"}
     for entry in measured:

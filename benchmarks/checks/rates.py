@@ -44,6 +44,12 @@ def measure(run: Run, results: dict[str, Any]) -> None:
         entry = {"io_threads": threads} | _fetch_rate(run, threads)
         results["fetch"].append(entry)
         run.say(f"rates: drive to slots through a cache, {threads} threads: {_in_gb(entry)}")
+    results["quantized"] = []
+    for name in ("int8", "int4"):
+        if run.left_s() > 0:
+            entry = {"quantization": name} | _fetch_rate(run, max(_THREADS), name)
+            results["quantized"].append(entry)
+            run.say(f"rates: drive to slots through a cache, {name}: {_in_gb(entry)}")
     for name, entries in (("h2d", results["copies"]), ("read", results["drive"]), ("write", results["drive"])):
         run.rates[name] = max(entry[f"{name}_bytes_per_s"] for entry in entries)
     results["best"] = {f"{name}_bytes_per_s": rate for name, rate in run.rates.items()}
@@ -124,12 +130,15 @@ def _read(shards: Sequence[Shard], buffers: Sequence[HostBuffer]) -> None:
             shard.verify([section], views)
 
 
-def _fetch_rate(run: Run, io_threads: int) -> dict[str, float]:
-    """The rate from drive to slots while nothing is computed: sweeps of one-token updates over all layers."""
+def _fetch_rate(run: Run, io_threads: int, quantization: str | None = None) -> dict[str, float]:
+    """Rates from drive to slots while nothing is computed: sweeps of one-token updates over all layers.
+
+    `fetch` is of bytes as stored, `slots` of the keys and values that come of them.
+    """
     layers, tokens, sweeps = (5, 2048, 2) if run.quick else (8, 16384, 3)
     config = LlamaConfig(num_hidden_layers=layers)
     states = torch.randn(2, 1, 8, tokens, 128).to(torch.bfloat16).to(run.device.torch)
-    options = {"device_budget": 0, "host_budget": 0, "io_threads": io_threads}
+    options = {"device_budget": 0, "host_budget": 0, "io_threads": io_threads, "quantization": quantization}
     with torch.no_grad(), OffloadedNVMeCache(config=config, offload_dir=run.folder, **options) as cache:
 
         def sweep(count: int) -> None:
@@ -143,7 +152,10 @@ def _fetch_rate(run: Run, io_threads: int) -> dict[str, float]:
         sweep(1)
         before = cache._pager.meter.read_bytes
         elapsed_s = _timed(lambda: sweep(sweeps))
-        return {"fetch_bytes_per_s": (cache._pager.meter.read_bytes - before) / elapsed_s}
+        return {
+            "fetch_bytes_per_s": (cache._pager.meter.read_bytes - before) / elapsed_s,
+            "slots_bytes_per_s": sweeps * layers * states.nbytes / elapsed_s,
+        }
 
 
 def _timed(work: Callable[[], object]) -> float:
