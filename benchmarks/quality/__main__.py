@@ -24,11 +24,12 @@ app = typer.Typer(add_completion=False)
 @app.command()
 def main(
     model: Annotated[str, typer.Option(help="Folder of an instruction-tuned model of full-attention layers.")],
-    tokens: Annotated[int | None, typer.Option(help="Length of a window of text; default 8192.", min=768)] = None,
+    tokens: Annotated[int | None, typer.Option(help="Length of a window of text; default 4096.", min=768)] = None,
     windows: Annotated[int | None, typer.Option(help="Windows of text; default 2.", min=1)] = None,
     out: Annotated[Path, typer.Option(help="The JSON file; the chart goes beside it.", dir_okay=False)] = Path(
         "benchmarks/quality.json"
     ),
+    dtype: Annotated[str, typer.Option(help="Of the model, such as float32; default: its own.")] = "auto",
     peers: Annotated[bool, typer.Option(help="Whether to measure transformers' quantized caches as well.")] = True,
     quick: Annotated[bool, typer.Option("--quick", help="Only show that everything runs, in under a minute.")] = False,
 ) -> None:
@@ -43,7 +44,7 @@ def main(
     if not console.is_terminal:
         console.width = 140  # a file has room for whole tables
     try:
-        run_quality(model, contenders, plan, out, quick=quick, console=console)
+        run_quality(model, contenders, plan, out, dtype=dtype, quick=quick, console=console)
     except NVMeCacheError as error:
         console.print(str(error), style="bold red", markup=False)
         raise typer.Exit(2) from error

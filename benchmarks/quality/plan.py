@@ -51,11 +51,11 @@ _STEPWISE = ("nvme-cache int4", "nvme-cache int2", "quanto int4", "quanto int2")
 
 FULL = Plan(
     caches=None,
-    window=8192,
+    window=4096,
     windows=2,
     warm_up=512,
     prompt=1024,
-    steps=1024,
+    steps=256,
     stepwise=_STEPWISE,
     documents=(1800, 1800, 3600),
     facts=5,

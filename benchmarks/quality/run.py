@@ -32,7 +32,14 @@ FORMAT_VERSION = 1
 
 
 def run_quality(
-    model_folder: str, contenders: Sequence[Contender], plan: Plan, out: Path, *, quick: bool, console: Console
+    model_folder: str,
+    contenders: Sequence[Contender],
+    plan: Plan,
+    out: Path,
+    *,
+    dtype: str = "auto",
+    quick: bool,
+    console: Console,
 ) -> Figures:
     """Measures `contenders`, leaves JSON at `out` and a chart beside it, and prints tables.
 
@@ -41,6 +48,7 @@ def run_quality(
         contenders: The caches, the exact one among them.
         plan: How much is measured.
         out: The JSON file; its folder is made if missing.
+        dtype: Of the model; "auto" for its own.
         quick: Whether the figures mean little.
         console: Where progress and tables go.
 
@@ -56,7 +64,7 @@ def run_quality(
     with tempfile.TemporaryDirectory(prefix="nvme-cache-quality-") as own_folder:
         folder = Path(own_folder)
         tokenizer = AutoTokenizer.from_pretrained(model_folder)
-        model = AutoModelForCausalLM.from_pretrained(model_folder, dtype="auto").eval()
+        model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=dtype).eval()
         longest = model.config.max_position_embeddings
         if plan.window > longest:
             raise ConfigurationError(f"tokens={plan.window:,} is more than the {longest:,} that {model_folder} reads")
