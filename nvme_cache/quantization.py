@@ -75,6 +75,9 @@ class QuantizationConfig:
                 (spec.values, self.value, self.axis_value),
             )
         )
+        for kind, name in ((spec.keys, self.key), (spec.values, self.value)):
+            if name and kind.nbytes(1) and not _is_quantizable(kind):
+                warn_of_exact((f"keys and values of {kind.dtype}",))
         return keys, values
 
 
@@ -333,7 +336,7 @@ def _quanto() -> Any:
 def warn_of_exact(kinds: tuple[str, ...]) -> None:
     """Says which kinds of layers `quantization` leaves alone."""
     logger.warning(
-        "quantization is for layers of full attention; of other kinds, and exact, stay: %s", ", ".join(kinds)
+        "quantization is for layers of full attention in 16 bits or more; these stay as they are: %s", ", ".join(kinds)
     )
 
 

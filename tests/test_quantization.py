@@ -20,7 +20,7 @@ from safetensors import safe_open
 
 import nvme_cache
 from nvme_cache import ConfigurationError, OffloadedNVMeCache, QuantizationConfig
-from nvme_cache.quantization import FORMATS, Quantized
+from nvme_cache.quantization import FORMATS, Quantized, warn_of_exact
 
 from .conftest import MIXED, exact_int8_and_mixed, generate, prompt, stock_for, tiny_model, tokens
 from .fake_quantized import FakeQuantizedCache, fake_quantized
@@ -380,3 +380,24 @@ def test_bytes_a_token(tier, quantization, bits, make_cache):
             names = [name for name in file.keys() if not name.endswith("_padding")]  # noqa: SIM118
             in_files += sum(file.get_tensor(name).nbytes for name in names)
     assert in_files == cache.memory_usage()["nvme"]
+
+
+def test_what_stays_exact_is_said_once(make_cache, caplog):
+    warn_of_exact.cache_clear()
+    config = tiny_model("gemma3").config
+    for _ in range(2):
+        make_cache(config=config, quantization="int8")
+    for layer_idx in range(2):
+        cache = make_cache(block_size=16, quantization="int8")
+        states = torch.randn(2, 1, 2, 40, 16)
+        cache.update(*states.to(torch.float8_e4m3fn), layer_idx)
+        assert torch.equal(cache.layers[layer_idx].keys.float(), states[0].to(torch.float8_e4m3fn).float())
+    said = [record.getMessage().rpartition(": ")[2] for record in caplog.records if "quantization" in record.message]
+    assert said == ["DynamicSlidingWindowLayer", "keys and values of torch.float8_e4m3fn"]
+
+
+def test_layers_of_full_attention_alone_need_no_word(make_cache, caplog):
+    warn_of_exact.cache_clear()
+    cache = make_cache(config=tiny_model().config, block_size=16, quantization="int8")
+    cache.update(*torch.randn(2, 1, 2, 40, 16), 0)
+    assert not [record for record in caplog.records if "quantization" in record.getMessage()]
