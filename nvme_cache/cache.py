@@ -227,6 +227,7 @@ class OffloadedNVMeCache(DynamicCache):
         """
         self._pager.close()
         if self._busy.acquire(blocking=False):  # else another thread is about to learn that the cache is closed
+            self._forward.reset()  # what would take it back holds blocks
             for layer in self._paged_layers().values():
                 layer.reset()
             self._busy.release()
@@ -287,8 +288,8 @@ class OffloadedNVMeCache(DynamicCache):
         return True
 
     def __repr__(self) -> str:
-        held = f"{len(self.layers)} layers, {self._length()} tokens, bytes by tier: {self.memory_usage()}"
-        return f"{type(self).__name__}({held})"
+        name, usage = type(self).__name__, self.memory_usage()
+        return f"{name}({len(self.layers)} layers, {self._length()} tokens, bytes by tier: {usage})"
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]]:
         """Yields each layer's keys, values and sliding window; reads every block."""
