@@ -132,9 +132,10 @@ def _formats(formats: Sequence[FormatFacts]) -> Iterator[tuple[str, str]]:
         return
     fastest = max(formats, key=lambda found: found.read_bytes_per_s)
     for found in formats:
-        own = "" if found.dequantize_bytes_per_s is None else f", {_rate(found.dequantize_bytes_per_s)} a core"
+        rate = found.dequantize_bytes_per_s
+        own = "" if rate is None else f"; a core dequantizes {_rate(rate)}"
         mark = ", the fastest here" if found is fastest else ""
-        yield found.name, f"at most {_rate(found.read_bytes_per_s)}{own}{mark}"
+        yield found.name, f"at most {_rate(found.read_bytes_per_s)}{mark}{own}"
 
 
 def _settings(folder: FolderFacts, settings: Settings) -> Iterator[tuple[str, str]]:
