@@ -169,8 +169,8 @@ def checksums(cache):
     return {path: xxhash.xxh3_64_hexdigest(path.read_bytes()) for path in cache.offload_path.glob("*.safetensors")}
 
 
-def turn(length, rows=1):
-    """More tokens for a cache, passed with a mask over all."""
+def turn(length, rows):
+    """More tokens, passed with a mask over all."""
 
     def run(model, cache):
         mask = torch.ones(rows, cache.get_seq_length() + length, dtype=torch.long)
@@ -180,19 +180,19 @@ def turn(length, rows=1):
 
 
 def beams(model, cache):
-    tokens(model, prompt(cache.get_seq_length() + 3), cache, num_beams=3)
+    tokens(model, prompt(cache.get_seq_length() + 3, 2), cache, num_beams=3)
 
 
 STEPS = {
-    "a prompt": lambda model, cache: tokens(model, prompt(70), cache),
+    "a prompt": lambda model, cache: tokens(model, prompt(70, 2), cache),
     "a crop into a block": lambda model, cache: cache.crop(63 - cache.get_seq_length()),
-    "another turn": turn(40),
+    "another turn": turn(40, rows=2),
     "a crop": lambda model, cache: cache.crop(-3),
-    "copies of the row": lambda model, cache: cache.batch_repeat_interleave(3),
+    "copies of the rows": lambda model, cache: cache.batch_repeat_interleave(3),
     "beams": beams,
-    "rows in another order": lambda model, cache: cache.reorder_cache(torch.tensor([2, 0, 1])),
-    "a choice of rows": lambda model, cache: cache.batch_select_indices(torch.tensor([2, 0])),
-    "a turn of two rows": turn(20, rows=2),
+    "rows in another order": lambda model, cache: cache.reorder_cache(torch.tensor([4, 0, 1, 5, 3, 2])),
+    "a choice of rows": lambda model, cache: cache.batch_select_indices(torch.tensor([3, 1, 0])),
+    "a turn of three rows": turn(20, rows=3),
     "a crop into the prompt": lambda model, cache: cache.crop(30 - cache.get_seq_length()),
 }
 
