@@ -3,7 +3,7 @@
 import json
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -82,15 +82,15 @@ def run_quality(
             "notes": reasons,
         }
 
-        def keep(section: str, measure: Callable[[], Figures]) -> None:
-            results[section] = measure()
-            results["elapsed_s"], results["cpu_s"] = time.perf_counter() - began, time.process_time()
-            out.write_text(json.dumps(results, indent=1) + "\n")  # what has been measured survives what comes after
+        def keep(section: str, stages: Iterator[Figures]) -> None:
+            for results[section] in stages:
+                results["elapsed_s"], results["cpu_s"] = time.perf_counter() - began, time.process_time()
+                out.write_text(json.dumps(results, indent=1) + "\n")  # what has been measured survives what comes after
 
-        keep("storage", lambda: _storage(model, able, windows[0], plan, folder, say))
-        keep("windows", lambda: _windows(model, able, windows, plan, folder, say))
-        keep("stepwise", lambda: _stepwise(model, _chosen(able, plan.stepwise), windows[0], plan, folder, say))
-        keep("needles", lambda: _needles(model, tokenizer, _chosen(able, plan.needles), text, plan, folder, say))
+        keep("storage", _storage(model, able, windows[0], plan, folder, say))
+        keep("windows", _windows(model, able, windows, plan, folder, say))
+        keep("stepwise", _stepwise(model, _chosen(able, plan.stepwise), windows[0], plan, folder, say))
+        keep("needles", _needles(model, tokenizer, _chosen(able, plan.needles), text, plan, folder, say))
     for table in tables(results):
         console.print(table)
     for line in [*reasons, draw(results, out.with_suffix(".png"))]:
@@ -100,15 +100,15 @@ def run_quality(
 
 def _storage(
     model: PreTrainedModel, contenders: list[Contender], ids: torch.Tensor, plan: Plan, folder: Path, say: Say
-) -> Figures:
+) -> Iterator[Figures]:
     say("storage: one layer's keys and values in each cache")
     keys, values = states_of(model, ids[:, : plan.probe])
-    return {each.name: examine(each, model.config, keys, values, folder) for each in contenders}
+    yield {each.name: examine(each, model.config, keys, values, folder) for each in contenders}
 
 
 def _windows(
     model: PreTrainedModel, contenders: list[Contender], windows: list[torch.Tensor], plan: Plan, folder: Path, say: Say
-) -> Figures:
+) -> Iterator[Figures]:
     elements = _elements_per_token(model) * plan.window
     found: dict[str, list[Scores]] = {each.name: [] for each in contenders}
     bits: dict[str, float] = {}
@@ -124,21 +124,21 @@ def _windows(
             scores = compare(model, together, ids, chunks, warm_up=plan.warm_up, folder=folder, look=look)
             for name, own in scores.items():
                 found[name].append(own)
-    edges = buckets(plan.warm_up, plan.window)
-    summed = summaries({name: Scores.joined(parts) for name, parts in found.items()}, edges)
-    return {name: {"bits_per_element": bits[name], **own} for name, own in summed.items()}
+            so_far = {name: Scores.joined(parts) for name, parts in found.items() if parts}
+            summed = summaries(so_far, buckets(plan.warm_up, plan.window))
+            yield {name: {"bits_per_element": bits[name], **own} for name, own in summed.items()}
 
 
 def _stepwise(
     model: PreTrainedModel, contenders: list[Contender], ids: torch.Tensor, plan: Plan, folder: Path, say: Say
-) -> Figures:
+) -> Iterator[Figures]:
     say(f"{plan.steps:,} tokens one at a time: {', '.join(each.name for each in contenders)}")
     end = plan.prompt + plan.steps
     chunks = [plan.prompt] + [1] * plan.steps
     scores = compare(model, contenders, ids[:, : end + 1], chunks, warm_up=plan.prompt, folder=folder)
     quarter = max(1, plan.steps // 4)
     edges = [(low, low + quarter) for low in range(plan.prompt, end - quarter + 1, quarter)]
-    return summaries(scores, edges)
+    yield summaries(scores, edges)
 
 
 def _needles(
@@ -149,11 +149,11 @@ def _needles(
     plan: Plan,
     folder: Path,
     say: Say,
-) -> Figures:
+) -> Iterator[Figures]:
     documents = [
         needles.document(tokenizer, text, length, plan.facts, number) for number, length in enumerate(plan.documents)
     ]
-    found = {}
+    found: Figures = {}
     for contender in contenders:
         say(f"{len(documents)} documents with {plan.facts} facts each: {contender.name}")
         results = [
@@ -162,7 +162,7 @@ def _needles(
             for result in needles.ask(model, tokenizer, contender, asked, plan.answer, folder)
         ]
         found[contender.name] = needles.summary(results)
-    return found
+        yield found
 
 
 def _chosen(contenders: Sequence[Contender], names: tuple[str, ...] | None) -> list[Contender]:
