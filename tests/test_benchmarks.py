@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from benchmarks import quantized
 from benchmarks.checks import correctness
 from benchmarks.checks.correctness import Generated, difference
 
@@ -84,3 +85,12 @@ def test_every_combination_comes_once_and_the_first_round_has_every_model_and_at
     first = cases[: len(correctness.TINY) * 2]
     assert len({(tiny, attention) for tiny, attention, _ in first}) == len(first)
     assert {mode for _, _, mode in first} == set(correctness.MODES)
+
+
+def test_quantized_blocks_are_compared_with_exact_ones(tmp_path, capsys):
+    quantized.main(tmp_path, tokens=1028, layers=3, rounds=1)
+    printed = capsys.readouterr().out
+    lines = {line.split("│")[1].strip(): line.split("│") for line in printed.splitlines() if "│" in line}
+    assert lines.keys() == {"exact", "int8", "int4"}
+    assert [lines[name][2].strip() for name in lines] == ["12", "6", "3"]  # MiB: 4 blocks of 3 layers, as stored
+    assert list(tmp_path.iterdir()) == []
