@@ -9,6 +9,8 @@ from .errors import (
     OffloadDirectoryError,
     ShardCorruptedError,
     ShardIOError,
+    SnapshotCorruptedError,
+    SnapshotMismatchError,
     StorageFullError,
 )
 from .integration import Switch, enable
@@ -24,6 +26,8 @@ __all__ = [
     "QuantizationConfig",
     "ShardCorruptedError",
     "ShardIOError",
+    "SnapshotCorruptedError",
+    "SnapshotMismatchError",
     "StorageFullError",
     "Switch",
     "enable",

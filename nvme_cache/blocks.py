@@ -14,12 +14,74 @@ from typing import TypeAlias
 import torch
 
 from .placement import Tier
-from .quantization import Codec
-from .shards import Shard
-from .states import States
+from .quantization import Codec, Exact, Part
+from .shards import Section, Sections, Shard
+from .states import LayerSpec, States, StateSpec
 
 Copy: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 Parts: TypeAlias = tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a run is laid out: keys and values, `[num_pieces, batch, heads, piece_length, head_dim]`, and codecs."""
+
+    spec: LayerSpec
+    batch_size: int
+    codecs: tuple[Codec, Codec]
+    num_pieces: int
+    piece_length: int
+
+    @property
+    def kinds(self) -> tuple[StateSpec, StateSpec]:
+        """Heads, widths and dtypes of keys and values."""
+        return self.spec.keys, self.spec.values
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Shapes of keys and values."""
+        return [
+            (self.num_pieces, self.batch_size, kind.num_heads, self.piece_length, kind.head_dim) for kind in self.kinds
+        ]
+
+    @property
+    def parts(self) -> list[list[Part]]:
+        """What keys and values are stored as."""
+        every = zip(self.codecs, self.shapes, self.kinds, strict=True)
+        return [codec.parts(shape, kind.dtype) for codec, shape, kind in every]
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether keys and values are both stored as they are."""
+        return all(isinstance(codec, Exact) for codec in self.codecs)
+
+    @property
+    def storage(self) -> dict[str, str]:
+        """How keys and values are stored, for a shard's metadata; nothing if as they are."""
+        named = zip(("keys", "values"), self.codecs, strict=True)
+        return {} if self.is_exact else {f"{name}_codec": codec.describe() for name, codec in named}
+
+    @property
+    def length(self) -> int:
+        """Tokens laid out."""
+        return self.num_pieces * self.piece_length
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes, as stored."""
+        return sum(part.nbytes for parts in self.parts for part in parts)
+
+    @property
+    def sections(self) -> tuple[Sections, Sections]:
+        """The same as sections of a shard."""
+        keys, values = (
+            tuple(
+                Section.of(f"{name}_{part.name}".rstrip("_"), part.shape, part.dtype, self.piece_length)
+                for part in parts
+            )
+            for name, parts in zip(("keys", "values"), self.parts, strict=True)
+        )
+        return keys, values
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +99,14 @@ class BlockRun:
     Attributes:
         tier: Where the bytes are.
         blocks: The bytes themselves: tensors, or a shard on the drive.
-        codecs: How keys are stored, and values.
-        piece_length: Tokens in a piece.
-        sealed_length: Tokens as sealed.
+        layout: How tokens, all that were sealed, lie in them.
         length: How many of the run's tokens, from the first, still count.
         rows: For each of the layer's present batch rows the row as sealed, int64 on CPU; None while they are the same.
     """
 
     tier: Tier
     blocks: ResidentBlocks | Shard
-    codecs: tuple[Codec, Codec]
-    piece_length: int
-    sealed_length: int
+    layout: Layout
     length: int
     rows: torch.Tensor | None = None
 
@@ -60,7 +118,14 @@ class BlockRun:
     @property
     def is_whole(self) -> bool:
         """Whether every token sealed still counts."""
-        return self.length == self.sealed_length
+        return self.length == self.layout.length
+
+    def on_device(self, device: torch.device) -> "BlockRun":
+        """The run with what it has in device memory on `device`."""
+        if self.tier is not Tier.DEVICE or not isinstance(self.blocks, ResidentBlocks):
+            return self
+        keys, values = (tuple(part.to(device) for part in parts) for parts in self.blocks.parts)
+        return replace(self, blocks=ResidentBlocks((keys, values), self.blocks.nbytes))
 
     def with_rows(self, index: torch.Tensor) -> "BlockRun":
         """The run as seen by a batch whose row `i` is the present row `index[i]`."""

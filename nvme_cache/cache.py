@@ -4,7 +4,8 @@ import copy
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, cast
 import torch
 from torch._compile import _disable_dynamo
 from transformers import DynamicCache, PreTrainedConfig
-from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import Cache, DynamicLayer
 
 from .arguments import check_at_least, parse_count, parse_folder, parse_host_budget
 from .errors import CacheMisuseError, NVMeCacheError
@@ -22,14 +23,17 @@ from .layers import NVMeLayer
 from .pager import Pager
 from .placement import ASSUMED_LAYERS, BLOCK_SIZE, Budgets, Tier
 from .quantization import QuantizationConfig, check_installed, parse_quantization, warn_of_exact
+from .resident import batch_size_of, move, undo_of
+from .snapshots import SnapshotMixin
 from .store import Store
+from .sweep import Sweep
 from .units import parse_size
 
 if TYPE_CHECKING:
     from .report import TaxReport
 
 
-class OffloadedNVMeCache(DynamicCache):
+class OffloadedNVMeCache(SnapshotMixin, DynamicCache):
     """A `DynamicCache` that keeps sealed blocks of keys and values in device memory, host memory and on NVMe.
 
     It returns bit for bit what `DynamicCache(config=...)` would. Sliding-window, linear-attention and other layers that
@@ -108,9 +112,10 @@ class OffloadedNVMeCache(DynamicCache):
         )
         if quantized is not None and len(stock) > paged:
             warn_of_exact(tuple(sorted({type(layer).__name__ for layer in stock if type(layer) is not DynamicLayer})))
+        self._config = config
+        self._unsettled: set[int] = set()
         self._grows = not stock
-        self._successors: dict[int, int] = {}
-        self._last_updated: int | None = None
+        self._sweep = Sweep()
         self._busy = threading.RLock()  # an interrupt that leaves it taken does not lock its own thread out
         self._forward = Forward()
         self._prompt = Prompt()
@@ -134,32 +139,31 @@ class OffloadedNVMeCache(DynamicCache):
         Raises:
             NVMeCacheError: what went wrong in the background since the last call, or misuse.
         """
-        if not self._busy.acquire(blocking=False):
-            self._pager.check()  # the other thread may be closing it
-            raise CacheMisuseError("this cache is in use by another thread; give each thread a cache of its own")
-        try:
+        with self._owned():
             while self._grows and len(self.layers) <= layer_idx:
                 self.layers.append(NVMeLayer(self._pager, len(self.layers)))
             layer = self.layers[layer_idx]
+            undo = layer.undo() if isinstance(layer, NVMeLayer) else undo_of(layer)
             if self._forward.begins_at(layer_idx):
                 past, progress = self._length(), Progress.above(sys._getframe(1), self)
                 self._prompt.go_on(progress, past)
-                self._forward.enter(layer_idx, _undo(layer), self)
+                self._forward.enter(layer_idx, undo, self)
                 # Only `generate` says what is a prompt; elsewhere it is what comes in more than a block at once.
                 is_long = progress is None and key_states.shape[2] > self._pager.block_size
                 is_prefill = past == 0 or is_long or is_prefilling(sys._getframe(1))
                 self._pager.meter.begin_step(past, key_states.shape[2], is_prefill=is_prefill)
             else:
-                self._forward.enter(layer_idx, _undo(layer), self)
+                self._forward.enter(layer_idx, undo, self)
             if isinstance(layer, NVMeLayer):
                 states = self._update_paged(layer, key_states, value_states)
             else:
+                if layer_idx in self._unsettled:  # was restored where the model need not be
+                    move(layer, key_states.device)
+                    self._unsettled.remove(layer_idx)
                 states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
             self._forward.leave(layer_idx)
             self._pager.meter.go_on()
             return states
-        finally:
-            self._busy.release()
 
     def _update_paged(
         self, layer: NVMeLayer, key_states: torch.Tensor, value_states: torch.Tensor
@@ -170,7 +174,8 @@ class OffloadedNVMeCache(DynamicCache):
             with self._pager.meter.update(partial(self._pager.timestamp, key_states.device)):
                 layer.prepare(key_states, value_states)
                 states = layer.extend(key_states, value_states)
-                self._prefetch_behind(layer)  # last: the interpreter runs one thread at a time, and readers wake up now
+                # Last: the interpreter runs one thread at a time, and readers wake up now.
+                self._sweep.fetch_behind(layer, self._paged_layers(), self._pager.prefetch_depth(layer.sealed_nbytes))
                 return states
         except BaseException as error:
             self._forward.roll_back()  # so that the same call may be made again
@@ -296,15 +301,11 @@ class OffloadedNVMeCache(DynamicCache):
         yield from super().__iter__()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A cache of its own that shares the sealed blocks, which never change.
-
-        Closing either leaves the other whole.
-        """
         self._mend()
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         memo[id(self._pager)] = self._pager.fork()
-        fresh = {"_busy": threading.RLock(), "_forward": Forward()}
+        fresh = {"_busy": threading.RLock(), "_forward": Forward(), "_config": self._config}
         for name, value in vars(self).items():
             setattr(copied, name, fresh[name] if name in fresh else copy.deepcopy(value, memo))
         return copied
@@ -322,6 +323,16 @@ class OffloadedNVMeCache(DynamicCache):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+    @contextmanager
+    def _owned(self) -> Iterator[None]:
+        if not self._busy.acquire(blocking=False):
+            self._pager.check()  # the other thread may be closing it
+            raise CacheMisuseError("this cache is in use by another thread; give each thread a cache of its own")
+        try:
+            yield
+        finally:
+            self._busy.release()
 
     def _length(self) -> int:
         """The length `generate` goes by; 0 while there are only linear layers, which have none."""
@@ -342,16 +353,14 @@ class OffloadedNVMeCache(DynamicCache):
             ) from error
 
     def _known_batch_size(self) -> int | None:
-        held: list[torch.Tensor | None] = []
         for layer in self.layers:
-            if isinstance(layer, NVMeLayer):
-                if layer.get_seq_length():
-                    return layer.batch_size
-            elif isinstance(layer, LinearAttentionCacheLayerMixin):
-                held += [*layer.conv_states.values(), *layer.recurrent_states.values()]
+            if not isinstance(layer, NVMeLayer):
+                batch_size = batch_size_of(layer)
             else:
-                held.append(layer.keys)
-        return next((states.shape[0] for states in held if states is not None and states.numel()), None)
+                batch_size = layer.batch_size if layer.get_seq_length() else None
+            if batch_size is not None:
+                return batch_size
+        return None
 
     def _select_rows(self, rows: torch.Tensor) -> None:
         self._mend()
@@ -364,20 +373,6 @@ class OffloadedNVMeCache(DynamicCache):
     def _paged_layers(self) -> dict[int, NVMeLayer]:
         return {layer_idx: layer for layer_idx, layer in enumerate(self.layers) if isinstance(layer, NVMeLayer)}
 
-    def _prefetch_behind(self, current: NVMeLayer) -> None:
-        """Learns the order in which layers are updated and fetches the next ones in it, wrapping to the next step."""
-        paged = self._paged_layers()
-        in_order = sorted(paged)
-        here = ahead = next(layer_idx for layer_idx, layer in paged.items() if layer is current)
-        if self._last_updated is not None:
-            self._successors[self._last_updated] = here
-        self._last_updated = here
-        for _ in range(self._pager.prefetch_depth(current.sealed_nbytes)):
-            following = in_order[(in_order.index(ahead) + 1) % len(in_order)]
-            ahead = self._successors.get(ahead, following)
-            if ahead == here or not paged[ahead].prefetch_beside(current):
-                return
-
 
 class _GrowingLayers(list[Any]):
     """The layers of a cache made without a config: full attention, added as the model reaches them."""
@@ -389,12 +384,3 @@ class _GrowingLayers(list[Any]):
                 "or indexed layers make the cache with config=model.config"
             )
         return super().__getitem__(index)
-
-
-def _undo(layer: Any) -> Callable[[], None]:
-    """What takes the next update of `layer` back."""
-    if isinstance(layer, NVMeLayer):
-        return layer.undo()
-    # Upstream's attention layers replace their tensors and never write into them.
-    state = dict(vars(layer))
-    return lambda: vars(layer).update(state)

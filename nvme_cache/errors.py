@@ -6,6 +6,8 @@ NVMeCacheError
 ├── StorageFullError        (OSError)       the drive, or the disk budget, has no room for the next shard
 ├── ShardCorruptedError     (OSError)       a shard read back is missing, short, or fails its checksum
 ├── ShardIOError            (OSError)       the drive refused a read or a write
+├── SnapshotCorruptedError  (OSError)       a snapshot is missing, incomplete or not what was written
+├── SnapshotMismatchError   (ValueError)    a snapshot is of another model, dtype, layer kind or version
 ├── CacheMisuseError        (RuntimeError)  a call that would produce wrong text if it went through
 └── CacheClosedError        (RuntimeError)  the cache was closed before this call
 """
@@ -33,6 +35,14 @@ class ShardCorruptedError(NVMeCacheError, OSError):
 
 class ShardIOError(NVMeCacheError, OSError):
     """The drive refused a read or a write of a shard."""
+
+
+class SnapshotCorruptedError(NVMeCacheError, OSError):
+    """There is no snapshot where there should be one, or a file of it is missing, short or not what was written."""
+
+
+class SnapshotMismatchError(NVMeCacheError, ValueError):
+    """A snapshot is of another model, dtype, layer kind or version; the message says in what it differs."""
 
 
 class CacheMisuseError(NVMeCacheError, RuntimeError):

@@ -97,8 +97,8 @@ def plan(slot: Slot, runs: Sequence[BlockRun]) -> tuple[list[Read], list[Residen
     residents: list[Resident] = []
     for run in runs:
         targets = tuple(
-            Target(slot, index, slot.filled, run.length, codec, run.piece_length, run.rows)
-            for index, codec in enumerate(run.codecs)
+            Target(slot, index, slot.filled, run.length, codec, run.layout.piece_length, run.rows)
+            for index, codec in enumerate(run.layout.codecs)
         )
         if isinstance(run.blocks, ResidentBlocks):
             residents += map(Resident, run.blocks.parts, targets)
@@ -203,7 +203,7 @@ class Filler:
                 read.shard.read(read.sections, views)
         finally:
             self.turns.release()
-        if self.verify:
+        if self.verify or read.shard.needs_verifying(read.sections):
             with self.meter.phase(Cause.CHECK):
                 read.shard.verify(read.sections, views)
 

@@ -160,6 +160,15 @@ class Prompt:
         elif cached_length:
             self.crop(cached_length)  # tokens of a forward that was taken back
 
+    @property
+    def ids(self) -> torch.Tensor | None:
+        """`[batch, length]`, the tokens known to be held; None if they are not known."""
+        return self._ids
+
+    def hold(self, ids: torch.Tensor) -> None:
+        """Notes that the cache holds these tokens and no others, `[batch, length]`."""
+        self._ids = ids
+
     def crop(self, length: int) -> None:
         """Forgets tokens from `length` on."""
         if self._ids is not None:

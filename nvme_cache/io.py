@@ -24,9 +24,12 @@ def round_up(size: int, multiple: int) -> int:
 
 
 def open_file(path: Path, *, direct: bool, create: bool = False) -> int:
-    """Opens `path` for positional I/O, with `create` made if need be, for its owner alone. Returns the descriptor."""
+    """Opens `path` for positional I/O, with `create` made if need be, for its owner alone. Returns the descriptor.
+
+    A link is an error: it may lead anywhere.
+    """
     flags = (os.O_RDWR | os.O_CREAT) if create else os.O_RDONLY
-    return os.open(path, flags | os.O_CLOEXEC | (_DIRECT if direct else 0), 0o600)
+    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | (_DIRECT if direct else 0), 0o600)
 
 
 def preallocate(descriptor: int, size: int) -> None:
@@ -121,6 +124,22 @@ def supports_direct(folder: Path) -> bool:
         finally:
             os.close(descriptor)
             probe.unlink()
+
+
+def reads_direct(path: Path) -> bool:
+    """Whether the beginning of a file can be read past the page cache."""
+    with mmap.mmap(-1, ALIGNMENT) as page:
+        try:
+            descriptor = open_file(path, direct=bool(_DIRECT))
+        except OSError:
+            return False
+        try:
+            os.preadv(descriptor, [page], 0)
+            return bool(_DIRECT)
+        except OSError:
+            return False
+        finally:
+            os.close(descriptor)
 
 
 def _is_cached(path: Path) -> bool:

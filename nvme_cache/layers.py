@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from .blocks import cut
+from .blocks import BlockRun, cut
 from .errors import CacheMisuseError
 from .history import History, Tail
 from .io import round_up
@@ -16,7 +16,7 @@ from .pager import Pager
 from .placement import Tier
 from .shards import dtype_name
 from .slots import Lease, Slot
-from .states import LayerSpec, States
+from .states import LayerSpec, States, joined
 
 
 class NVMeLayer(CacheLayerMixin):
@@ -45,6 +45,7 @@ class NVMeLayer(CacheLayerMixin):
         self._history: History | None = None
         self._lease: Lease | None = None
         self._update_length = 1
+        self._is_settled = True
         self._assigned: dict[int, torch.Tensor] = {}
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -60,6 +61,19 @@ class NVMeLayer(CacheLayerMixin):
         self.batch_size = key_states.shape[0]
         self._history = History((), 0, self._new_tail([]))
         self.is_initialized = True
+
+    def restore(
+        self, spec: LayerSpec, batch_size: int, runs: Sequence[BlockRun], tail: States, device: torch.device
+    ) -> None:
+        """Takes over what another layer held; the first update moves it to the device it is on."""
+        self._spec, self.batch_size, self.device = spec, batch_size, device
+        self._history = History(tuple(runs), sum(run.length for run in runs), self._new_tail([tail]))
+        self._is_settled, self.is_initialized = False, True
+
+    @property
+    def held(self) -> tuple[LayerSpec, History] | None:
+        """What the layer holds; None if there are no tokens."""
+        return None if self._history is None or self._history.length == 0 else (self._spec, self._history)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -91,7 +105,7 @@ class NVMeLayer(CacheLayerMixin):
             slot.append(new)
             keys, values = slot.states(length)
         if torch.is_grad_enabled():
-            keys, values = _joined(keys[:, :, :past], key_states), _joined(values[:, :, :past], value_states)
+            keys, values = joined(keys[:, :, :past], key_states), joined(values[:, :, :past], value_states)
         if self._sealed_length > sealed_length and not self._pager.is_exact:
             self._abandon_slot()  # from the next update on, what was sealed just now is what it was stored as
         return keys, values
@@ -112,6 +126,7 @@ class NVMeLayer(CacheLayerMixin):
             if not self.is_initialized or self._differs(spec, key_states):
                 self.lazy_initialization(key_states, value_states)
         else:
+            self._settle(key_states.device)
             self._check(spec, key_states)
             if spec != self._spec and (promoted := self._spec.promoted(spec)) != self._spec:
                 self._convert(promoted)
@@ -340,12 +355,19 @@ class NVMeLayer(CacheLayerMixin):
         self._spec = spec
         self._history = replace(self._history, tail=self._new_tail([self._history.tail.states()]))
 
+    def _settle(self, device: torch.device) -> None:
+        if self._history is not None and not self._is_settled and device != self.device:
+            self._abandon_slot()
+            self.device, tail = device, self._history.tail
+            runs = tuple(run.on_device(device) for run in self._history.runs)
+            self._history = History(runs, self._history.sealed_length, self._new_tail([tail.states()]))
+        self._is_settled = True
+
     def _differs(self, spec: LayerSpec, key_states: torch.Tensor) -> bool:
         return (spec, key_states.shape[0], key_states.device) != (self._spec, self.batch_size, self.device)
 
     def _check(self, spec: LayerSpec, key_states: torch.Tensor) -> None:
-        shape = (key_states.shape[0], *_extents(spec))
-        held = (self.batch_size, *_extents(self._spec))
+        shape, held = (key_states.shape[0], *spec.extents), (self.batch_size, *self._spec.extents)
         if shape != held:
             raise CacheMisuseError(
                 f"layer {self.layer_idx} holds keys and values of (batch, heads, widths) {held} but was given "
@@ -376,15 +398,3 @@ class NVMeLayer(CacheLayerMixin):
             return self._history.tail.states()[index].clone()
         self._fill_slot(self._history.length)
         return self._complete_slot().states(self._history.length)[index].clone()
-
-
-def _extents(spec: LayerSpec) -> tuple[int, ...]:
-    return spec.keys.num_heads, spec.keys.head_dim, spec.values.num_heads, spec.values.head_dim
-
-
-def _joined(past: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """Both along the tokens in fresh memory, which autograd may keep, with gradients reaching `new`."""
-    whole = past.new_empty((*past.shape[:2], past.shape[2] + new.shape[2], past.shape[3]))
-    whole[:, :, : past.shape[2]] = past
-    whole[:, :, past.shape[2] :] = new
-    return whole

@@ -91,11 +91,13 @@ class Meter:
         read_bytes: Bytes of blocks read from NVMe.
         copied_bytes: Bytes of resident blocks copied into slots.
         steps: The newest steps, oldest first; the last may be under way.
+        known_prefill_token_s: Seconds that a token of a prompt took another cache whose tokens this one holds.
     """
 
     def __init__(self) -> None:
         self.sealed_bytes = self.written_bytes = self.read_bytes = self.copied_bytes = 0
         self.steps: deque[Step] = deque(maxlen=_MOST_STEPS)
+        self.known_prefill_token_s: float | None = None
         self._step: Step | None = None
         self._before = 0.0, 0.0
         self._update_began_s = 0.0
@@ -105,6 +107,14 @@ class Meter:
         self._mutex = threading.Lock()
         self._settling = threading.Lock()
         self._working, self._reading = _Busy(), _Busy()
+
+    @property
+    def prefill_token_s(self) -> float | None:
+        """Seconds that a token of a prompt took; None if nothing is known of that."""
+        prompts = [step for step in self.steps if step.is_prefill and step.wall_s]
+        if not prompts:
+            return self.known_prefill_token_s
+        return sum(step.wall_s for step in prompts) / sum(step.new_length for step in prompts)
 
     def begin_step(self, past_length: int, new_length: int, *, is_prefill: bool) -> None:
         """A forward begins: it ends the one before."""

@@ -142,7 +142,7 @@ class Pager:
             block_size=self.block_size,
             prefetch_depth=self._prefetch_depth,
             io_threads=self._io_threads,
-            quantization=self._sealer.quantization,
+            quantization=self.quantization,
             verify=self._verify,
         )
 
@@ -156,9 +156,14 @@ class Pager:
         return self._sealer.block_size
 
     @property
+    def quantization(self) -> QuantizationConfig | None:
+        """How blocks are stored; None for as they are."""
+        return self._sealer.quantization
+
+    @property
     def is_exact(self) -> bool:
         """Whether blocks give back what was sealed, bit for bit."""
-        return self._sealer.quantization is None
+        return self.quantization is None
 
     @property
     def tail_capacity(self) -> int:

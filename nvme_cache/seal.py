@@ -6,17 +6,17 @@ from dataclasses import dataclass
 
 import torch
 
-from .blocks import BlockRun, ResidentBlocks, cut, pack
+from .blocks import BlockRun, Layout, ResidentBlocks, cut, pack
 from .buffers import StagingPool, shaped
 from .fetch import Filler
 from .io import ALIGNMENT, round_up
 from .meter import Cause, Meter
 from .placement import Tier
-from .quantization import Codec, Exact, Part, QuantizationConfig
-from .shards import MAX_SECTION_BYTES, Section, Sections, Shard, staged
+from .quantization import Exact, QuantizationConfig
+from .shards import MAX_SECTION_BYTES, Shard, staged
 from .slots import SlotPool
 from .spill import Write, Writer
-from .states import LayerSpec, States, StateSpec
+from .states import LayerSpec, States
 from .store import Store
 from .transfer import Event, Transfer
 
@@ -33,52 +33,6 @@ class Lane:
     staging: StagingPool
     filler: Filler
     packed: Event
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """How a run is laid out: keys and values, `[num_pieces, batch, heads, piece_length, head_dim]`, and codecs."""
-
-    spec: LayerSpec
-    batch_size: int
-    codecs: tuple[Codec, Codec]
-    num_pieces: int
-    piece_length: int
-
-    @property
-    def kinds(self) -> tuple[StateSpec, StateSpec]:
-        """Heads, widths and dtypes of keys and values."""
-        return self.spec.keys, self.spec.values
-
-    @property
-    def shapes(self) -> list[tuple[int, ...]]:
-        """Shapes of keys and values."""
-        return [
-            (self.num_pieces, self.batch_size, kind.num_heads, self.piece_length, kind.head_dim) for kind in self.kinds
-        ]
-
-    @property
-    def parts(self) -> list[list[Part]]:
-        """What keys and values are stored as."""
-        every = zip(self.codecs, self.shapes, self.kinds, strict=True)
-        return [codec.parts(shape, kind.dtype) for codec, shape, kind in every]
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes, as stored."""
-        return sum(part.nbytes for parts in self.parts for part in parts)
-
-    @property
-    def sections(self) -> tuple[Sections, Sections]:
-        """The same as sections of a shard."""
-        keys, values = (
-            tuple(
-                Section.of(f"{name}_{part.name}".rstrip("_"), part.shape, part.dtype, self.piece_length)
-                for part in parts
-            )
-            for name, parts in zip(("keys", "values"), self.parts, strict=True)
-        )
-        return keys, values
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,23 +106,18 @@ class Sealer:
                     blocks = self._spill(lane, layer_idx, first_token + start, layout, part)
                 else:
                     blocks = self._keep(lane, tier, layout, part)
-                runs.append(BlockRun(tier, blocks, codecs, layout.piece_length, length, length))
+                runs.append(BlockRun(tier, blocks, layout, length))
                 start, count = start + length, count - size
         self.meter.sealed_bytes += sum(run.nbytes for run in runs)
         return runs
 
     def _sink_run(self, lane: Lane, spec: LayerSpec, batch_size: int, states: list[States]) -> BlockRun:
         length = sum(keys.shape[2] for keys, _ in states)
-        blocks = self._keep(lane, Tier.DEVICE, Layout(spec, batch_size, _EXACT, 1, length), states)
-        return BlockRun(Tier.DEVICE, blocks, _EXACT, length, length, length)
+        layout = Layout(spec, batch_size, _EXACT, 1, length)
+        return BlockRun(Tier.DEVICE, self._keep(lane, Tier.DEVICE, layout, states), layout, length)
 
     def _spill(self, lane: Lane, layer_idx: int, first_token: int, layout: Layout, states: list[States]) -> Shard:
-        storage = {
-            f"{name}_codec": codec.describe()
-            for name, codec in zip(("keys", "values"), layout.codecs, strict=True)
-            if layout.codecs != _EXACT
-        }
-        shard = self.store.new_shard(layer_idx, first_token, layout.sections, storage)
+        shard = self.store.new_shard(layer_idx, first_token, layout.sections, layout.storage)
         began_s = time.perf_counter()
         buffers = [
             lane.staging.acquire(sum(section.padded_nbytes for section in sections)) for sections in shard.sections

@@ -30,6 +30,8 @@ from .errors import ConfigurationError, ShardCorruptedError, ShardIOError
 FORMAT_VERSION = "1"
 MAX_SECTION_BYTES = 16 << 20
 
+_open_shards: "weakref.WeakSet[Shard]" = weakref.WeakSet()  # they share the process's descriptors
+
 _DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -53,6 +55,18 @@ def dtype_name(dtype: torch.dtype) -> str:
     except KeyError:
         supported = ", ".join(str(known) for known in _DTYPE_NAMES if known.is_floating_point)
         raise ConfigurationError(f"keys or values of {dtype} cannot be paged; supported: {supported}") from None
+
+
+def dtype_called(name: str) -> torch.dtype:
+    """The dtype that `dtype_name` gives this name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = [dtype for dtype, known in _DTYPE_NAMES.items() if known == name]
+    if not found:
+        raise ValueError(f"{name!r} is no dtype of keys or values")
+    return found[0]
 
 
 @dataclass(slots=True)
@@ -116,7 +130,6 @@ class Shard:
         sections: What its keys consist of, and its values.
         storage: How keys and values are stored, in words, if not as they are.
         direct: Whether to bypass the page cache.
-        keep_open: Whether the file may stay open between reads.
 
     Attributes:
         written: Resolves once the file is in place; replaced when a failed write is tried again.
@@ -133,7 +146,6 @@ class Shard:
         *,
         storage: Mapping[str, str] | None = None,
         direct: bool,
-        keep_open: bool,
     ) -> None:
         self.path = path
         self.layer_idx = layer_idx
@@ -142,8 +154,9 @@ class Shard:
         self.written: Future[None] = Future()
         self._storage = dict(storage or {})
         self._direct = direct
-        self._keep_open = keep_open
         self._descriptor: int | None = None
+        self._unverified: set[str] = set()
+        self._use: object = None
         offset = len(self._header(checksum=0))
         for section in chain(*sections):
             section.offset, offset = offset, offset + section.padded_nbytes
@@ -177,11 +190,30 @@ class Shard:
             os.close(descriptor)
             partial.unlink(missing_ok=True)
             raise
-        if self._keep_open:
-            self._descriptor = descriptor
-            weakref.finalize(self, os.close, descriptor)
-        else:
+        if not self._keep_open(descriptor):
             os.close(descriptor)
+
+    def adopt(self, checksums: Mapping[str, str], use: object) -> None:
+        """Takes a file that exists for this shard; what is first read of it is verified in any case.
+
+        Args:
+            checksums: By section, the xxh3-64 of its pieces in hexadecimal, separated by spaces.
+            use: What keeps the file from being deleted while it exists.
+
+        Raises:
+            ValueError: these are not the checksums of such a shard.
+        """
+        for section in chain(*self.sections):
+            section.checksums = [int(value, 16) for value in checksums[section.name].split()]
+            if len(section.checksums) != section.shape[0]:
+                raise ValueError(f"{self.path.name} needs {section.shape[0]} checksums of {section.name}")
+            self._unverified.add(section.name)
+        self._use = use
+        self.written.set_result(None)
+
+    def needs_verifying(self, sections: Sequence[Section]) -> bool:
+        """Whether something of an adopted file has never been verified."""
+        return bool(self._unverified) and any(section.name in self._unverified for section in sections)
 
     def read(self, sections: Sequence[Section], views: Sequence[Sequence[memoryview]]) -> None:
         """Reads whole sections that follow each other in one go.
@@ -214,6 +246,7 @@ class Shard:
         """
         for section, section_views in zip(sections, views, strict=True):
             self._check(section, _checksums(section, section_views))
+            self._unverified.discard(section.name)
 
     def expect(self, sections: Sequence[Section]) -> None:
         """Has the kernel read ahead, where reads go through its cache; `read` reports what is wrong with the file."""
@@ -232,10 +265,21 @@ class Shard:
             yield self._descriptor
             return
         descriptor = io.open_file(self.path, direct=self._direct)
+        kept = self._keep_open(descriptor)
         try:
             yield descriptor
         finally:
-            os.close(descriptor)
+            if not kept:
+                os.close(descriptor)
+
+    def _keep_open(self, descriptor: int) -> bool:
+        """Keeps the file open between reads, if this is not one too many."""
+        if len(_open_shards) >= io.open_file_allowance():
+            return False
+        _open_shards.add(self)
+        weakref.finalize(self, os.close, descriptor)
+        self._descriptor = descriptor
+        return True
 
     def _check(self, section: Section, found: list[int]) -> None:
         for piece, (checksum, expected) in enumerate(zip(found, section.checksums, strict=True)):
@@ -245,9 +289,11 @@ class Shard:
                 raise self._corrupted([section], why)
 
     def _corrupted(self, sections: Sequence[Section], why: str) -> ShardCorruptedError:
+        remedy = "These cached tokens are lost: start again with a new cache"
+        if self._use is not None:
+            remedy = "This snapshot is of no more use: delete it and prefill again"
         return ShardCorruptedError(
-            f"{self._describe(sections)} are damaged: {why}. These cached tokens are lost: start again with a new "
-            "cache, and check the drive if it happens twice."
+            f"{self._describe(sections)} are damaged: {why}. {remedy}, and check the drive if it happens twice."
         )
 
     def _describe(self, sections: Sequence[Section]) -> str:

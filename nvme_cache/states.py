@@ -42,9 +42,22 @@ class LayerSpec:
         """Size in bytes of `tokens` tokens of one batch row, keys and values."""
         return self.keys.nbytes(tokens) + self.values.nbytes(tokens)
 
+    @property
+    def extents(self) -> tuple[int, ...]:
+        """Heads and width of keys, then of values."""
+        return self.keys.num_heads, self.keys.head_dim, self.values.num_heads, self.values.head_dim
+
     def promoted(self, other: "LayerSpec") -> "LayerSpec":
         """This spec with the dtypes that hold both this one's and `other`'s values, as concatenation promotes."""
         return LayerSpec(
             replace(self.keys, dtype=torch.promote_types(self.keys.dtype, other.keys.dtype)),
             replace(self.values, dtype=torch.promote_types(self.values.dtype, other.values.dtype)),
         )
+
+
+def joined(past: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """Both along the tokens in fresh memory, which autograd may keep, with gradients reaching `new`."""
+    whole = past.new_empty((*past.shape[:2], past.shape[2] + new.shape[2], past.shape[3]))
+    whole[:, :, : past.shape[2]] = past
+    whole[:, :, past.shape[2] :] = new
+    return whole

@@ -43,7 +43,6 @@ RAM_FILE_SYSTEMS = {"tmpfs", "ramfs", "devtmpfs"}
 _SPARE_BYTES = 64 << 20  # what we leave free: a drive filled to the last byte breaks its other users
 
 _warned: set[tuple[str, str]] = set()
-_open_shards: weakref.WeakSet[Shard] = weakref.WeakSet()  # of all stores: they share the process's descriptors
 
 
 def default_offload_dir() -> Path:
@@ -129,14 +128,12 @@ class Store:
                 sections,
                 storage=storage,
                 direct=self._direct,
-                keep_open=len(_open_shards) < io.open_file_allowance(),
             )
             self._collect()
             if not self._recycle(shard):
                 self._make_room(shard.file_nbytes)
             self._reserved_bytes += shard.file_nbytes
             self._most_bytes = max(self._most_bytes, self._reserved_bytes)
-            _open_shards.add(shard)
         # The newest finalizer runs first: the one that closes the file, made when it is written, before this one.
         forget = weakref.finalize(shard, _forget, shard.path, shard.file_nbytes, self._forgotten, os.getpid())
         forget.atexit = False  # closing the store removes the folder whole

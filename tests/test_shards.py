@@ -162,7 +162,7 @@ def test_a_missing_shard_is_an_error_that_names_it(make_cache, monkeypatch):
 
 def test_an_unfinished_write_leaves_nothing(tmp_path, monkeypatch):
     sections = tuple((Section.of(name, (1, 1, 1, 16, 16), torch.float32),) for name in ("keys", "values"))
-    shard = Shard(tmp_path / "x.safetensors", 0, 0, sections, direct=False, keep_open=True)
+    shard = Shard(tmp_path / "x.safetensors", 0, 0, sections, direct=False)
 
     def fail(*_):
         raise OSError(28, "No space left on device")

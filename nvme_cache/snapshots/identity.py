@@ -1,0 +1,123 @@
+"""Whose keys and values a snapshot holds, and why another model may not go on from them."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+import xxhash
+from transformers import PreTrainedConfig
+
+from nvme_cache.errors import ConfigurationError, SnapshotMismatchError
+
+from .manifest import ModelIdentity
+
+if TYPE_CHECKING:  # importing it would start the compiler
+    from transformers import PreTrainedModel
+
+# Of a config, what says nothing of keys and values, or is compared by itself.
+_UNRELATED = {
+    "_attn_implementation_internal", "_commit_hash", "_experts_implementation_internal", "_name_or_path",
+    "architectures", "attn_implementation", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id",
+    "id2label", "initializer_range", "is_encoder_decoder", "keys_to_ignore_at_inference", "label2id",
+    "output_attentions", "output_hidden_states", "pad_token_id", "problem_type", "return_dict", "tie_word_embeddings",
+    "torch_dtype", "transformers_version", "use_cache",
+}  # fmt: skip
+_KEEP_STATE_THEMSELVES = {"recurrent_gemma"}  # in the model's modules, where a cache cannot see it
+_SAMPLES = 64  # numbers of each tensor of weights
+
+
+def identify(config: PreTrainedConfig, model: "PreTrainedModel | None") -> ModelIdentity:
+    """What to compare.
+
+    Args:
+        config: The model's config.
+        model: The model itself; its weights are told apart by samples of every parameter.
+
+    Raises:
+        ConfigurationError: the model keeps part of its state outside the cache.
+    """
+    config = config.get_text_config(decoder=True)
+    if config.model_type in _KEEP_STATE_THEMSELVES:
+        raise ConfigurationError(
+            f"a {config.model_type} model keeps part of its state in itself, not in its cache: no snapshot could "
+            "restore it"
+        )
+    dtype = config.dtype if model is None else model.dtype
+    return ModelIdentity(
+        model_type=config.model_type,
+        architectures=list(config.architectures or []),
+        dtype=None if dtype is None else str(dtype).removeprefix("torch."),
+        config=_related(config.to_dict()),
+        transformers=transformers.__version__,
+        weights=None if model is None else digest_of(model),
+    )
+
+
+def check_identity(held: ModelIdentity, own: ModelIdentity, where: object) -> None:
+    """Compares a snapshot's model with the one that is to go on from it.
+
+    What one of the two does not know (dtype, weights, architectures) is not held against them.
+
+    Raises:
+        SnapshotMismatchError: they differ; the message says in what.
+    """
+    differences = [
+        f"{name} is {theirs!r} there and {ours!r} here"
+        for name, theirs, ours in (
+            ("model_type", held.model_type, own.model_type),
+            ("architectures", held.architectures or own.architectures, own.architectures or held.architectures),
+            ("dtype", held.dtype or own.dtype, own.dtype or held.dtype),
+            ("transformers", _release(held.transformers), _release(own.transformers)),
+            *_pairs("config", held.config, own.config),
+            ("weights", held.weights or own.weights, own.weights or held.weights),
+        )
+        if theirs != ours
+    ]
+    if differences:
+        raise SnapshotMismatchError(
+            f"the snapshot {where} is of another model: {'; '.join(differences)}. Its keys and values would give wrong "
+            "text here: use the model it was made with, or prefill again."
+        )
+
+
+@torch.no_grad()
+def digest_of(model: "PreTrainedModel") -> str:
+    """A digest of names, shapes, dtypes and some numbers of every parameter: tells fine-tunes apart at little cost."""
+    digest = xxhash.xxh3_128()
+    samples: list[torch.Tensor] = []
+    for name, parameter in sorted(model.named_parameters()):
+        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}\n".encode())
+        numbers = parameter.detach().reshape(-1)
+        samples.append(numbers[:: max(1, numbers.shape[0] // _SAMPLES)].float())
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for sample in samples:
+        by_device.setdefault(sample.device, []).append(sample)
+    for parts in by_device.values():
+        if parts[0].device.type != "meta":  # offloaded: nothing to look at
+            digest.update(torch.cat(parts).cpu().contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _related(values: dict[str, Any]) -> dict[str, Any]:
+    """Of a config's fields those that matter, as JSON gives them back."""
+    return {str(key): _plain(value) for key, value in sorted(values.items()) if key not in _UNRELATED}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return _related(value)
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+
+
+def _pairs(name: str, theirs: Any, ours: Any) -> list[tuple[str, Any, Any]]:
+    if not (isinstance(theirs, dict) and isinstance(ours, dict)):
+        return [(name, theirs, ours)]
+    keys = sorted({*theirs, *ours})
+    return [pair for key in keys for pair in _pairs(f"{name}.{key}", theirs.get(key), ours.get(key))]
+
+
+def _release(version: str) -> str:
+    """Versions of the same release series compute alike."""
+    return ".".join(version.split(".")[:2])

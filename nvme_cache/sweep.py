@@ -1,0 +1,32 @@
+"""The order in which a model updates its layers: the same in every step, so that the next ones can be fetched ahead."""
+
+from collections.abc import Iterator, Mapping
+
+from .layers import NVMeLayer
+
+
+class Sweep:
+    """Learns the order as layers are updated; until it is known, by number. It wraps from the last to the first."""
+
+    def __init__(self) -> None:
+        self._successors: dict[int, int] = {}
+        self._last: int | None = None
+
+    def fetch_behind(self, current: NVMeLayer, paged: Mapping[int, NVMeLayer], depth: int) -> None:
+        """Starts fetching the `depth` layers that follow `current`, which has just been updated, among `paged`."""
+        here = next(layer_idx for layer_idx, layer in paged.items() if layer is current)
+        if self._last is not None:
+            self._successors[self._last] = here
+        self._last = here
+        for ahead, _ in zip(self._following(here, sorted(paged)), range(depth), strict=False):
+            if not paged[ahead].prefetch_beside(current):
+                return
+
+    def _following(self, here: int, in_order: list[int]) -> Iterator[int]:
+        ahead = here
+        while True:
+            by_number = in_order[(in_order.index(ahead) + 1) % len(in_order)]
+            ahead = self._successors.get(ahead, by_number)
+            if ahead == here:
+                return
+            yield ahead
