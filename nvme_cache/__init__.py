@@ -15,6 +15,7 @@ from .errors import (
 )
 from .integration import Switch, enable
 from .quantization import QuantizationConfig
+from .snapshots import SnapshotStore
 
 __all__ = [
     "CacheClosedError",
@@ -28,6 +29,7 @@ __all__ = [
     "ShardIOError",
     "SnapshotCorruptedError",
     "SnapshotMismatchError",
+    "SnapshotStore",
     "StorageFullError",
     "Switch",
     "enable",

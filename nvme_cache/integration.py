@@ -9,6 +9,8 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from .arguments import cache_argument
 from .cache import OffloadedNVMeCache
 from .errors import ConfigurationError
+from .reuse import Reuse, TokenPrompt
+from .snapshots import SnapshotStore
 
 if TYPE_CHECKING:  # importing it would start the compiler
     from transformers import PreTrainedModel
@@ -19,9 +21,10 @@ _SWITCHES = "_nvme_cache_switches"
 class Switch:
     """What `enable` returns: turns it off again, by `disable()` or at the end of a `with`."""
 
-    def __init__(self, model: "PreTrainedModel", options: dict[str, Any]) -> None:
+    def __init__(self, model: "PreTrainedModel", options: dict[str, Any], reuse: Reuse | None) -> None:
         self._model: PreTrainedModel | None = model
         self.options = options
+        self.reuse = reuse
 
     def disable(self) -> None:
         """Gives the model back its own `generate`, or the one an enclosing `enable` gave it. Safe to call again."""
@@ -32,6 +35,8 @@ class Switch:
         switches.remove(self)
         if not switches:
             del vars(model)[_SWITCHES], vars(model)["generate"]
+        if self.reuse is not None:
+            self.reuse.close()
 
     def __enter__(self) -> Self:
         return self
@@ -42,15 +47,21 @@ class Switch:
         self.disable()
 
 
-def enable(model: "PreTrainedModel", **options: Any) -> Switch:
+def enable(model: "PreTrainedModel", *, reuse: bool | SnapshotStore = False, **options: Any) -> Switch:
     """Gives every `generate` of `model` an `OffloadedNVMeCache` of its own, also inside pipelines.
 
     A cache the caller passes wins, and so do `use_cache=False` and `cache_implementation=...`. The cache is closed
     when the call ends; if it is part of the output (`return_dict_in_generate=True`), when the output is gone. Nothing
     but this model object changes, and `disable` undoes it exactly. Calls nest: the innermost options count.
 
+    With `reuse`, a call goes on from what an earlier one computed: its prompt is compared with the tokens whose keys
+    and values are held, the longest common beginning is kept, and only the rest is processed. Prompts with more to them
+    than tokens (images, embeddings) are not compared. How many tokens were reused is logged, as INFO of `nvme_cache`.
+
     Args:
         model: A model that can generate.
+        reuse: True to keep the last call's cache for the next one. A `SnapshotStore` to also save the cache of every
+            call and to look there, for what other processes computed as well.
         options: Arguments of `OffloadedNVMeCache` but for `config`.
 
     Returns:
@@ -71,10 +82,13 @@ def enable(model: "PreTrainedModel", **options: Any) -> Switch:
             f"enable() needs a model that generates itself, not {type(model).__name__}; of one wrapped for adapters or "
             "compiled, enable the one inside: model.get_base_model() or model._orig_mod"
         )
+    if not isinstance(reuse, (bool, SnapshotStore)):
+        raise ConfigurationError(f"reuse={reuse!r} must be True, False or a SnapshotStore")
     if "generate" in vars(model) and _SWITCHES not in vars(model):
         raise ConfigurationError("this model object already has a generate of its own, put there by something else")
     OffloadedNVMeCache(config=model.config, **options).close()  # wrong options fail here, not in the middle of a batch
-    switch = Switch(model, options)
+    store = reuse if isinstance(reuse, SnapshotStore) else None
+    switch = Switch(model, options, Reuse(store, options) if reuse is not False else None)
     vars(model).setdefault(_SWITCHES, []).append(switch)
     # A bound method, so that a copied model generates with its own weights.
     vars(model)["generate"] = MethodType(_generate, model)
@@ -89,7 +103,14 @@ def _generate(model: "PreTrainedModel", *args: Any, **kwargs: Any) -> Any:
     use_cache = kwargs.get("use_cache", getattr(config, "use_cache", True))
     if has_own or use_cache is False or config.cache_implementation is not None or not _takes_cache(model):
         return generate(model, *args, **kwargs)
-    paged = OffloadedNVMeCache(config=model.config, **vars(model)[_SWITCHES][-1].options)
+    switch: Switch = vars(model)[_SWITCHES][-1]
+    prompt = None
+    if switch.reuse is not None and not model.config.is_encoder_decoder:
+        prompt = TokenPrompt.of(args, kwargs, config)
+    if switch.reuse is None or prompt is None:
+        paged = OffloadedNVMeCache(config=model.config, **switch.options)
+    else:
+        paged = switch.reuse.take(model, prompt)
     cache: Cache = paged
     if model.config.is_encoder_decoder:
         cache = EncoderDecoderCache(paged, DynamicCache(config=model.config.get_text_config(decoder=True)))
@@ -98,7 +119,10 @@ def _generate(model: "PreTrainedModel", *args: Any, **kwargs: Any) -> Any:
     except BaseException:
         paged.close()
         raise
-    if getattr(output, name, None) is not cache:
+    is_part = getattr(output, name, None) is cache  # and the caller's own from now on
+    if switch.reuse is not None and prompt is not None:
+        switch.reuse.give_back(model, prompt, paged.fork() if is_part else paged)
+    elif not is_part:
         paged.close()
     return output
 

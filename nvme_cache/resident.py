@@ -20,6 +20,14 @@ def undo_of(layer: Any) -> Callable[[], None]:
     return lambda: vars(layer).update(state)
 
 
+def can_step_back(layer: Any) -> bool:
+    """Whether `crop` would take a layer back to what it was some tokens ago; where not, it raises."""
+    if isinstance(layer, LinearAttentionCacheLayerMixin) or not getattr(layer, "is_croppable", True):
+        return False
+    # A window that has begun to slide has dropped what it would need again.
+    return not layer.is_sliding or bool(layer.get_seq_length() < layer.sliding_window)
+
+
 def batch_size_of(layer: Any) -> int | None:
     """How many batch rows a layer holds; None if it holds nothing."""
     held: list[torch.Tensor | None] = [layer.keys] if hasattr(layer, "keys") else []

@@ -28,6 +28,7 @@ LEVELS = [
     {"layers", "resident"},
     {"report", "estimate_table", "sweep", "snapshots"},
     {"cache"},
+    {"reuse"},
     {"integration"},
     {"demo", "bench"},
     {"doctor"},

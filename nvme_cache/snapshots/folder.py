@@ -35,15 +35,31 @@ class Use:
         with suppress(OSError):
             descriptor = _lock(folder / _IN_USE, fcntl.LOCK_SH)
             weakref.finalize(self, os.close, descriptor)
+            os.utime(descriptor)
+
+
+def last_used(folder: Path) -> float:
+    """When a snapshot was opened or saved last, in seconds since the epoch."""
+    times = [(folder / MANIFEST).stat().st_mtime]
+    with suppress(FileNotFoundError):
+        times.append((folder / _IN_USE).stat().st_mtime)
+    return max(times)
 
 
 @contextmanager
 def saving(folder: Path) -> Iterator[str]:
     """Makes the folder if need be and keeps others from saving into it; gives what this save's file names end with."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    descriptor = _lock(folder / _BEING_SAVED, fcntl.LOCK_EX)
-    try:
+    with locked(folder / _BEING_SAVED):
         yield secrets.token_hex(8)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Holds the lock file `path` alone, waiting for it if need be."""
+    descriptor = _lock(path, fcntl.LOCK_EX)
+    try:
+        yield
     finally:
         os.close(descriptor)
 

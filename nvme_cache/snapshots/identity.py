@@ -67,7 +67,7 @@ def check_identity(held: ModelIdentity, own: ModelIdentity, where: object) -> No
             ("model_type", held.model_type, own.model_type),
             ("architectures", held.architectures or own.architectures, own.architectures or held.architectures),
             ("dtype", held.dtype or own.dtype, own.dtype or held.dtype),
-            ("transformers", _release(held.transformers), _release(own.transformers)),
+            ("transformers", release_of(held.transformers), release_of(own.transformers)),
             *_pairs("config", held.config, own.config),
             ("weights", held.weights or own.weights, own.weights or held.weights),
         )
@@ -118,6 +118,6 @@ def _pairs(name: str, theirs: Any, ours: Any) -> list[tuple[str, Any, Any]]:
     return [pair for key in keys for pair in _pairs(f"{name}.{key}", theirs.get(key), ours.get(key))]
 
 
-def _release(version: str) -> str:
-    """Versions of the same release series compute alike."""
+def release_of(version: str) -> str:
+    """The series a version belongs to: those of one series compute alike."""
     return ".".join(version.split(".")[:2])

@@ -147,6 +147,7 @@ class Manifest:
         num_tokens: Tokens held.
         block_size: Tokens in a block.
         quantization: Fields of the `QuantizationConfig`; None if every block is exact.
+        croppable: Whether every layer can give up its newest tokens.
         prefill_token_s: Seconds it took to compute a token of the prompt, where that was measured.
         states: What is not in blocks.
         layers: All layers.
@@ -157,6 +158,7 @@ class Manifest:
     num_tokens: int
     block_size: int
     quantization: dict[str, Any] | None
+    croppable: bool
     prefill_token_s: float | None
     states: StatesFile
     layers: list[Layer]

@@ -12,10 +12,12 @@ from transformers import PreTrainedConfig
 from nvme_cache.errors import ConfigurationError
 from nvme_cache.guards import Prompt
 from nvme_cache.pager import Pager
+from nvme_cache.quantization import QuantizationConfig
+from nvme_cache.resident import can_step_back
 
 from .identity import identify
 from .restore import Snapshot
-from .save import save
+from .save import save, whole_mask
 
 if TYPE_CHECKING:  # importing it would start the compiler
     from transformers import PreTrainedModel
@@ -52,6 +54,7 @@ class SnapshotMixin:
         save_directory: str | os.PathLike[str],
         *,
         token_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
         model: "PreTrainedModel | None" = None,
     ) -> None:
         """Saves all tokens as a snapshot, from which `from_pretrained` goes on, in other processes too.
@@ -63,6 +66,7 @@ class SnapshotMixin:
             save_directory: A folder, made if need be.
             token_ids: `[batch, length]`, the tokens whose keys and values are held, padding included; more are
                 ignored. Not needed after `generate` was passed the whole sequence.
+            attention_mask: `[batch, length]`, 0 where a token is padding; None if none is.
             model: The model, whose weights are then told apart from those of its fine-tunes. Needed if the cache was
                 made without a config.
 
@@ -76,12 +80,14 @@ class SnapshotMixin:
             config = self._config if model is None else model.config
             if config is None:
                 raise ConfigurationError("a cache made without a config needs save_pretrained(..., model=model)")
+            held = self.tokens_held(token_ids)
             save(
                 Path(save_directory),
                 layers=self.layers,
                 pager=self._pager,
                 identity=identify(config, model),
-                token_ids=self._tokens_held(token_ids),
+                token_ids=held,
+                attention_mask=whole_mask(held, attention_mask),
                 prefill_token_s=self._pager.meter.prefill_token_s,
             )
 
@@ -136,7 +142,27 @@ class SnapshotMixin:
             raise
         return cache
 
-    def _tokens_held(self, token_ids: torch.Tensor | None) -> torch.Tensor:
+    @property
+    def can_step_back(self) -> bool:
+        """Whether `crop` can take back every layer; not if there is linear attention or a window that slides already."""
+        return all(map(can_step_back, self.layers))
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block."""
+        return self._pager.block_size
+
+    @property
+    def quantization(self) -> QuantizationConfig | None:
+        """How sealed blocks are stored; None for exactly."""
+        return self._pager.quantization
+
+    def tokens_held(self, token_ids: torch.Tensor | None = None) -> torch.Tensor:
+        """The tokens that the cache holds, `[batch, length]`: the first of `token_ids`, or what it knows itself.
+
+        Raises:
+            ConfigurationError: it holds none, or these cannot be them.
+        """
         length, batch_size = self._length(), self._known_batch_size()
         known = self._prompt.ids if token_ids is None else torch.atleast_2d(token_ids)
         if batch_size is None:

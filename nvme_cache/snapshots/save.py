@@ -14,7 +14,7 @@ from nvme_cache.blocks import BlockRun, Layout, ResidentBlocks
 from nvme_cache.buffers import HostBuffer
 from nvme_cache.layers import NVMeLayer
 from nvme_cache.pager import Pager
-from nvme_cache.resident import Tensors, state_of
+from nvme_cache.resident import Tensors, can_step_back, state_of
 from nvme_cache.shards import Shard, dtype_name, staged
 from nvme_cache.states import LayerSpec, StateSpec
 from nvme_cache.transfer import transfer_for
@@ -22,7 +22,9 @@ from nvme_cache.transfer import transfer_for
 from .folder import bring, saving, sync, tidy, write_file, write_manifest
 from .manifest import Layer, Manifest, ModelIdentity, PagedLayer, Run, StatesFile, StatesKind
 
-TOKEN_IDS = "token_ids"
+TOKEN_IDS, ATTENTION_MASK = "token_ids", "attention_mask"
+_FILE_BYTES = 8 << 10  # for the ends of pages, names and locks
+_RUN_BYTES, _PIECE_BYTES = 1 << 10, 40  # in the manifest
 
 
 def save(
@@ -32,6 +34,7 @@ def save(
     pager: Pager,
     identity: ModelIdentity,
     token_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
     prefill_token_s: float | None,
 ) -> Manifest:
     """Saves a cache. Shards on the drive are linked, or copied where they cannot be; everything else is written.
@@ -42,6 +45,7 @@ def save(
         pager: Of the cache; writes under way are finished first.
         identity: Whose keys and values these are.
         token_ids: `[batch, num_tokens]`, the tokens that the layers hold.
+        attention_mask: `[batch, num_tokens]`, 0 where they are padding.
         prefill_token_s: Seconds it took to compute one of them, where known.
 
     Raises:
@@ -54,6 +58,7 @@ def save(
         saved = _Saved(folder, ending, pager.block_size)
         entries = [saved.layer(layer, layer_idx) for layer_idx, layer in enumerate(layers)]
         saved.tensors[TOKEN_IDS] = token_ids.cpu().contiguous()
+        saved.tensors[ATTENTION_MASK] = attention_mask.cpu().to(torch.uint8).contiguous()
         quantization = pager.quantization
         manifest = Manifest(
             model=identity,
@@ -61,6 +66,7 @@ def save(
             num_tokens=token_ids.shape[1],
             block_size=pager.block_size,
             quantization=None if quantization is None else asdict(quantization),
+            croppable=all(map(can_step_back, layers)),
             prefill_token_s=prefill_token_s,
             states=saved.states(),
             layers=entries,
@@ -71,6 +77,32 @@ def save(
         write_manifest(folder, manifest, ending)
         tidy(folder, manifest)
     return manifest
+
+
+def bytes_to_save(layers: Sequence[Any], block_size: int) -> int:
+    """The most that a snapshot of these layers takes on the drive."""
+    nbytes, tensors = 4 * _FILE_BYTES, Tensors()
+    for layer in layers:
+        if not isinstance(layer, NVMeLayer):
+            state_of(layer, "layer", tensors)
+            nbytes += sum(tensor.nbytes for tensor in tensors.values()) + _FILE_BYTES
+            tensors.clear()
+        elif layer.held is not None:
+            nbytes += layer.tail_bytes() + _FILE_BYTES
+            for run in layer.held[1].runs:
+                parts = sum(map(len, run.layout.parts))
+                nbytes += run.nbytes + parts * (io.ALIGNMENT + run.layout.num_pieces * _PIECE_BYTES)
+                nbytes += _FILE_BYTES + _RUN_BYTES
+    return nbytes
+
+
+def whole_mask(token_ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """The mask for all tokens: those behind a prompt are none of them padding."""
+    whole = torch.ones(token_ids.shape, dtype=torch.uint8)
+    if mask is not None:
+        length = min(mask.shape[1], whole.shape[1])
+        whole[:, :length] = mask[:, :length].to(whole)
+    return whole
 
 
 class _Saved:

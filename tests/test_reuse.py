@@ -1,0 +1,256 @@
+"""Prefix reuse: only what is new is computed, and the text is what it would be without."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from transformers import DynamicCache, pipeline
+
+import nvme_cache
+from nvme_cache import ConfigurationError, SnapshotStore
+from nvme_cache.arguments import cache_argument
+
+from .conftest import prompt, tiny_hybrid, tiny_model
+from .test_cli import model_folder  # noqa: F401  (a fixture)
+
+OPTIONS = {"block_size": 16, "host_budget": 0}
+MODELS = {"llama": tiny_model, "gemma3": lambda: tiny_model("gemma3"), "hybrid": tiny_hybrid}
+
+
+class Counted:
+    """A model that generates, and how many tokens each call made it process before the first new one."""
+
+    def __init__(self, model):
+        self.model = model
+        self.prefilled = []
+        self._new = True
+        self._handle = model.get_input_embeddings().register_forward_hook(self._count)
+
+    def _count(self, module, args, output):
+        if self._new:
+            self.prefilled.append(args[0].shape[1])
+            self._new = False
+
+    def __call__(self, ids, **options):
+        self._new = True
+        torch.manual_seed(3)
+        return self.model.generate(ids, **{"max_new_tokens": 20, "do_sample": False} | options)
+
+
+def fresh(model, ids, **options):
+    """What transformers makes of it, in a model that nothing was enabled for."""
+    model = copy.copy(model)
+    for name in ("generate", "_nvme_cache_switches"):
+        vars(model).pop(name, None)
+    torch.manual_seed(3)
+    options = {"max_new_tokens": 20, "do_sample": False} | options
+    return model.generate(ids, **{cache_argument(model): DynamicCache(config=model.config)}, **options)
+
+
+def extended(ids, length, start=0):
+    return torch.cat([ids, prompt(length + start, ids.shape[0])[:, start:]], dim=1)
+
+
+@pytest.fixture
+def enabled(offload_dir):
+    """Enables reuse for a model until the test ends; nothing is left then."""
+    switches = []
+
+    def enable(model, reuse=True, **options):
+        switches.append(nvme_cache.enable(model, reuse=reuse, offload_dir=offload_dir, **OPTIONS | options))
+        return Counted(model)
+
+    yield enable
+    for switch in switches:
+        switch.disable()
+    assert list(offload_dir.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_each_turn_computes_only_what_is_new(kind, enabled, caplog):
+    model = MODELS[kind]()
+    counted, ids = enabled(model), prompt(70)
+    with caplog.at_level(logging.INFO, "nvme_cache"):
+        for _ in range(4):
+            turn = counted(ids)
+            assert torch.equal(turn, fresh(model, ids))
+            ids = extended(turn, 9)
+    # The last token of an answer was never given to the model.
+    assert counted.prefilled == [70, 10, 10, 10]
+    said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("reused")]
+    assert said[0] == "reused none of 70 prompt tokens"
+    assert said[1] == "reused 89 of 99 prompt tokens from the last call"
+
+
+def test_an_edit_of_the_history_keeps_exactly_what_comes_before_it(enabled):
+    model = tiny_model()
+    counted, ids = enabled(model), prompt(70)
+    counted(ids)
+    for at in (40, 69, 3, 0):
+        edited = ids.clone()
+        edited[0, at] = (edited[0, at] + 1) % 250
+        assert torch.equal(counted(edited), fresh(model, edited))
+        assert counted.prefilled[-1] == 70 - at
+        counted(ids)
+    assert torch.equal(counted(ids[:, :50]), fresh(model, ids[:, :50]))
+    assert counted.prefilled[-1] == 1  # its last token must be computed
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "hybrid"])
+def test_layers_that_cannot_step_back_are_reused_whole_or_not_at_all(kind, enabled):
+    model = MODELS[kind]()
+    counted, ids = enabled(model), prompt(70)
+    turn = counted(ids)
+    edited = extended(turn, 9)
+    edited[0, 80] += 1
+    assert torch.equal(counted(edited), fresh(model, edited))
+    assert counted.prefilled == [70, 99]
+    assert torch.equal(counted(edited), fresh(model, edited))
+    assert counted.prefilled[-1] == 99
+
+
+def test_batches_are_reused_if_their_padding_is_the_same(enabled):
+    model = tiny_model()
+    counted, ids = enabled(model), prompt(70, 2)
+    mask = torch.ones_like(ids)
+    mask[1, :20] = 0
+    turn = counted(ids, attention_mask=mask)
+    longer, longer_mask = extended(turn, 9), torch.nn.functional.pad(mask, (0, 29), value=1)
+    assert torch.equal(counted(longer, attention_mask=longer_mask), fresh(model, longer, attention_mask=longer_mask))
+    assert counted.prefilled == [70, 10]
+    other_mask = longer_mask.clone()
+    other_mask[1, 20:22] = 0
+    assert torch.equal(counted(longer, attention_mask=other_mask), fresh(model, longer, attention_mask=other_mask))
+    assert counted.prefilled[-1] == 99 - 20
+    assert torch.equal(counted(longer[1:]), fresh(model, longer[1:]))
+    assert counted.prefilled[-1] == 99  # another number of rows
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_beams": 3},
+        {"num_beams": 2, "num_return_sequences": 2},
+        {"do_sample": True, "num_return_sequences": 3},
+        {"do_sample": True},
+        {"prompt_lookup_num_tokens": 3},
+        {"prefill_chunk_size": 7},
+    ],
+    ids=str,
+)
+def test_every_way_of_decoding_goes_on_from_what_is_held(options, enabled):
+    model = tiny_model()
+    counted, ids = enabled(model), prompt(70)
+    turn = counted(ids)
+    longer = extended(turn, 9)
+    for _ in range(2):
+        assert torch.equal(counted(longer, **options), fresh(model, longer, **options))
+        assert counted.prefilled[-1] <= 10
+    assert torch.equal(counted(longer), fresh(model, longer))
+    assert counted.prefilled[-1] <= 10
+
+
+def test_more_than_tokens_is_never_compared(enabled):
+    model = tiny_model()
+    counted, ids = enabled(model), prompt(70)
+    counted(ids)
+    embedded = {"inputs_embeds": model.get_input_embeddings()(ids) * 1.5}
+    assert torch.equal(model.generate(**embedded, max_new_tokens=9), fresh(model, None, **embedded, max_new_tokens=9))
+    positions = torch.arange(3, 73)[None]
+    assert torch.equal(counted(ids, position_ids=positions), fresh(model, ids, position_ids=positions))
+    assert counted.prefilled[-1] == 70
+
+
+def test_a_call_that_fails_leaves_nothing_wrong_behind(enabled):
+    model = tiny_model()
+    counted, ids = enabled(model), prompt(70)
+    turn = extended(counted(ids), 9)
+
+    class StopError(Exception):
+        pass
+
+    def stop(*_):
+        raise StopError
+
+    handle = model.model.layers[2].register_forward_hook(stop)
+    with pytest.raises(StopError):
+        counted(turn)
+    handle.remove()
+    assert torch.equal(counted(turn), fresh(model, turn))
+
+
+def test_a_cache_in_the_output_is_the_callers(enabled):
+    model = tiny_model()
+    counted, ids = enabled(model), prompt(70)
+    output = counted(ids, return_dict_in_generate=True)
+    held = getattr(output, cache_argument(model))
+    longer = extended(output.sequences, 9)
+    assert torch.equal(counted(longer), fresh(model, longer))
+    assert counted.prefilled == [70, 10]
+    assert held.get_seq_length() == 89
+    held.close()
+
+
+def test_reuse_must_be_one_of_its_kinds():
+    with pytest.raises(ConfigurationError, match="must be True, False or a SnapshotStore"):
+        nvme_cache.enable(tiny_model(), reuse="/mnt")
+
+
+def test_a_chat_through_a_pipeline_computes_only_each_new_turn(model_folder, enabled):  # noqa: F811
+    pipe = pipeline("text-generation", model=str(model_folder), device="cpu")
+    counted = enabled(pipe.model)
+    chat = [{"role": "user", "content": "What are the two chambers of Congress?"}]
+    lengths = []
+    for question in ("Who elects them?", "For how long?", "Why?"):
+        counted._new = True
+        answer = pipe(chat, max_new_tokens=8, do_sample=False)[0]["generated_text"]
+        chat = [*answer, {"role": "user", "content": question}]
+        ids = pipe.tokenizer.apply_chat_template(
+            chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        lengths.append(ids["input_ids"].shape[1])
+    assert counted.prefilled[0] > counted.prefilled[1]
+    assert all(count < length / 2 for count, length in zip(counted.prefilled[1:], lengths, strict=False))
+
+
+class TestStore:
+    @pytest.mark.parametrize("quantization", [None, "int8"])
+    @pytest.mark.parametrize("kind", MODELS)
+    def test_another_process_goes_on_from_what_one_computed(self, kind, quantization, enabled, tmp_path, caplog):
+        model = MODELS[kind]()
+        options = {"quantization": quantization}
+        store = SnapshotStore(tmp_path / "store", size_limit="1GB")
+        ids = prompt(70)
+        turn = enabled(model, store, **options)(ids)
+        longer = extended(turn, 9)
+        expected = enabled(MODELS[kind](), True, **options)
+        expected(ids)
+        other = enabled(MODELS[kind](), SnapshotStore(tmp_path / "store", size_limit="1GB"), **options)
+        with caplog.at_level(logging.INFO, "nvme_cache"):
+            assert torch.equal(other(longer), expected(longer))
+        assert other.prefilled == [10]
+        assert "reused 89 of 99 prompt tokens from the snapshot" in caplog.text
+
+    def test_other_weights_and_other_formats_are_not_mistaken_for_it(self, enabled, tmp_path):
+        store, ids = SnapshotStore(tmp_path / "store", size_limit="1GB"), prompt(70)
+        enabled(tiny_model(), store)(ids)
+        other = tiny_model()
+        with torch.no_grad():
+            other.model.layers[0].self_attn.v_proj.weight.mul_(1.5)
+        counted = enabled(other, store)
+        assert torch.equal(counted(ids), fresh(other, ids))
+        assert counted.prefilled == [70]
+        counted = enabled(tiny_model(), store, quantization="int8")
+        counted(ids)
+        assert counted.prefilled == [70]
+
+    def test_reading_that_takes_longer_than_computing_is_left(self, enabled, tmp_path, caplog, monkeypatch):
+        monkeypatch.setattr(SnapshotStore, "drive", nvme_cache.drive.Drive(read_bytes_per_s=1.0))
+        store, ids = SnapshotStore(tmp_path / "store", size_limit="1GB"), prompt(70)
+        enabled(tiny_model(), store)(ids)
+        counted = enabled(tiny_model(), store)
+        with caplog.at_level(logging.INFO, "nvme_cache"):
+            counted(ids)
+        assert counted.prefilled == [70]
+        assert "recomputing" in caplog.text
