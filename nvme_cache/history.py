@@ -17,23 +17,23 @@ class Tail:
     Args:
         spec: Heads, widths and dtypes.
         batch_size: Batch rows.
-        capacity: Most tokens it will hold.
+        capacity: Tokens it usually holds at most; for more it grows.
         device: The layer's device.
     """
 
     def __init__(self, spec: LayerSpec, batch_size: int, capacity: int, device: torch.device) -> None:
-        def buffer(kind: StateSpec) -> torch.Tensor:
-            # Tokens side by side in memory: only as many pages are touched as there are tokens.
-            shape = (capacity, batch_size, kind.num_heads, kind.head_dim)
-            return torch.empty(shape, dtype=kind.dtype, device=device).permute(1, 2, 0, 3)
-
         self.length = 0
-        with torch.inference_mode(False):  # a buffer born in inference mode could not be written outside it
-            self._buffers = buffer(spec.keys), buffer(spec.values)
+        self._spec, self._batch_size, self._device = spec, batch_size, device
+        self._buffers = self._made(capacity)
 
     def append(self, states: States) -> None:
-        """Adds tokens, `[batch, heads, seq_length, head_dim]` each; there must be room for them."""
+        """Adds tokens, `[batch, heads, seq_length, head_dim]` each."""
         end = self.length + states[0].shape[2]
+        if end > (capacity := self._buffers[0].shape[2]):
+            larger = self._made(max(end, 2 * capacity))
+            for buffer, held in zip(larger, self.states(), strict=True):
+                buffer[:, :, : self.length].copy_(held)
+            self._buffers = larger
         for buffer, new in zip(self._buffers, states, strict=True):
             buffer[:, :, self.length : end].copy_(new)
         self.length = end
@@ -42,6 +42,15 @@ class Tail:
         """Keys and values from token `start` of the tail on."""
         keys, values = self._buffers
         return keys[:, :, start : self.length], values[:, :, start : self.length]
+
+    @torch.inference_mode(False)  # buffers born in inference mode could not be written outside it
+    def _made(self, capacity: int) -> States:
+        def buffer(kind: StateSpec) -> torch.Tensor:
+            # Tokens side by side in memory: only as many pages are touched as there are tokens.
+            shape = (capacity, self._batch_size, kind.num_heads, kind.head_dim)
+            return torch.empty(shape, dtype=kind.dtype, device=self._device).permute(1, 2, 0, 3)
+
+        return buffer(self._spec.keys), buffer(self._spec.values)
 
 
 @dataclass(frozen=True)

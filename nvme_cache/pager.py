@@ -167,9 +167,9 @@ class Pager:
 
     @property
     def tail_capacity(self) -> int:
-        """Most tokens a tail may have to hold."""
+        """Most tokens a tail has to hold, but for sinks that are due."""
         # One update short of a block may join what is one token short of another.
-        return 2 * self.block_size + self._sealer.sinks_due(0)
+        return 2 * self.block_size
 
     def sealable(self, first_token: int, count: int) -> int:
         """How many of `count` tokens, the first of them at `first_token`, `seal` takes."""

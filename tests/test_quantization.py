@@ -17,6 +17,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
+from transformers import DynamicCache
 
 import nvme_cache
 from nvme_cache import ConfigurationError, OffloadedNVMeCache, QuantizationConfig
@@ -380,6 +381,30 @@ def test_bytes_a_token(tier, quantization, bits, make_cache):
             names = [name for name in file.keys() if not name.endswith("_padding")]  # noqa: SIM118
             in_files += sum(file.get_tensor(name).nbytes for name in names)
     assert in_files == cache.memory_usage()["nvme"]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_more_sinks_than_there_will_ever_be_tokens(mode, make_cache):
+    cache = make_cache(block_size=16, quantization=QuantizationConfig(sink_tokens=1 << 40))
+    stock = DynamicCache()
+    for count in (40, 1, 15, 1, 200, 1):
+        states = torch.randn(2, 2, 2, count, 16)
+        with mode():
+            assert all(map(torch.equal, cache.update(*states, 0), stock.update(*states, 0)))
+    cache.crop(-120)
+    stock.crop(-120)
+    states = torch.randn(2, 2, 2, 60, 16)
+    assert all(map(torch.equal, cache.update(*states, 0), stock.update(*states, 0)))
+    assert checksums(cache) == {}
+
+
+@pytest.mark.parametrize("sink_tokens", [4, 500])
+def test_behind_many_sinks_a_tail_takes_no_more_memory_than_behind_few(sink_tokens, make_cache):
+    cache = make_cache(block_size=16, quantization=QuantizationConfig(sink_tokens=sink_tokens))
+    for count in (300, 230, 1):
+        cache.update(*torch.randn(2, 2, 2, count, 16), 0)
+    keys, _ = cache.layers[0]._history.tail.states()
+    assert keys.untyped_storage().nbytes() == 2 * 16 * 2 * 2 * 16 * 4  # two blocks of two rows and heads of 16 floats
 
 
 def test_what_stays_exact_is_said_once(make_cache, caplog):
