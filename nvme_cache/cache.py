@@ -1,6 +1,7 @@
 """OffloadedNVMeCache: a transformers cache whose full-attention layers are paged."""
 
 import copy
+import logging
 import os
 import sys
 import threading
@@ -31,6 +32,8 @@ from .units import parse_size
 
 if TYPE_CHECKING:
     from .report import TaxReport
+
+logger = logging.getLogger(__name__)
 
 
 class OffloadedNVMeCache(SnapshotMixin, DynamicCache):
@@ -284,6 +287,9 @@ class OffloadedNVMeCache(SnapshotMixin, DynamicCache):
         self._pager.meter.pause()
         self._mend()
         if (call := GenerateCall.above(sys._getframe(1))) is not None:
+            if call.begins_anew and self._length():
+                logger.warning("assisted decoding processes the whole prompt again: what the cache held is dropped")
+                self.reset()
             length = self._length()
             kept = self._prompt.check(call, length)
             if kept < length:

@@ -27,6 +27,7 @@ class GenerateCall:
         input_ids: `[batch, length]`, the tokens passed: the whole sequence, or what is new.
         total_length: Tokens the attention mask covers; equal to `length` if the whole sequence was passed.
         decodes_itself: Whether the caller's own function decodes, which may go on from a full cache.
+        is_assisted: Whether candidates are drafted, by an assistant, prompt lookup or otherwise.
     """
 
     is_encoder_decoder: bool
@@ -34,6 +35,7 @@ class GenerateCall:
     input_ids: torch.Tensor
     total_length: int
     decodes_itself: bool
+    is_assisted: bool
 
     @classmethod
     def above(cls, frame: FrameType | None) -> "GenerateCall | None":
@@ -57,7 +59,13 @@ class GenerateCall:
             input_ids=input_ids,
             total_length=total if kwargs.get("inputs_embeds") is None else -1,
             decodes_itself=callable(called.get("custom_generate")),
+            is_assisted=prepared.get("generation_mode") == "assisted_generation",
         )
+
+    @property
+    def begins_anew(self) -> bool:
+        """Whether the first forward processes all tokens of the sequence, even those that are cached."""
+        return self.is_assisted and self.total_length == self.input_ids.shape[1]
 
 
 class Progress(NamedTuple):

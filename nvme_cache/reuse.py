@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .cache import OffloadedNVMeCache
-from .errors import ConfigurationError, NVMeCacheError
+from .errors import NVMeCacheError
 from .quantization import parse_quantization
 from .snapshots import Match, SnapshotStore, common_length, marked, whole_mask
 
@@ -28,11 +28,13 @@ class TokenPrompt:
         token_ids: `[batch, length]`.
         attention_mask: `[batch, length]`, 0 where a token is padding.
         copies: Into how many rows each is to be continued.
+        is_assisted: Whether `generate` will draft candidates, and therefore process all tokens, cached or not.
     """
 
     token_ids: torch.Tensor
     attention_mask: torch.Tensor
     copies: int
+    is_assisted: bool
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], config: Any) -> "TokenPrompt | None":
@@ -47,8 +49,13 @@ class TokenPrompt:
         if mask is None and isinstance(pad, int) and bool((token_ids == pad).any()):
             return None  # `generate` may take these for padding, or not
         mask = torch.ones_like(token_ids) if mask is None else mask
-        counts = [kwargs.get(name, getattr(config, name)) or 1 for name in ("num_beams", "num_return_sequences")]
-        return cls(token_ids, mask, max(counts)) if mask.shape == token_ids.shape else None
+
+        def option(name: str) -> Any:
+            return kwargs.get(name, getattr(config, name, None))
+
+        assisted = kwargs.get("assistant_model") or option("prompt_lookup_num_tokens") or option("assistant_early_exit")
+        copies = max(option("num_beams") or 1, option("num_return_sequences") or 1)
+        return cls(token_ids, mask, copies, assisted is not None) if mask.shape == token_ids.shape else None
 
     @property
     def marked(self) -> torch.Tensor:
@@ -87,6 +94,8 @@ class Reuse:
     def take(self, model: "PreTrainedModel", prompt: TokenPrompt) -> OffloadedNVMeCache:
         """A cache that holds as much of the prompt's beginning as is known, perhaps nothing."""
         wanted = prompt.marked
+        if prompt.is_assisted:
+            return OffloadedNVMeCache(config=model.config, **self._options)
         held = self._taken(wanted)
         length = 0 if held is None else held.usable(wanted)
         if (stored := self._stored(model, prompt, longer_than=length)) is not None:
@@ -107,12 +116,11 @@ class Reuse:
         return cache
 
     def give_back(self, model: "PreTrainedModel", prompt: TokenPrompt, cache: OffloadedNVMeCache) -> None:
-        """Keeps what a call has computed, if it is known which tokens it is of; else closes the cache."""
-        try:
-            token_ids = cache.tokens_held()
-        except ConfigurationError:  # beams have changed places
+        """Keeps what a call has computed; if that is several answers to a prompt, what was there before it stays."""
+        if prompt.copies > 1:
             cache.close()
             return
+        token_ids = cache.tokens_held()
         if self._store is not None:
             try:
                 self._store.save(cache, model=model, attention_mask=prompt.attention_mask)

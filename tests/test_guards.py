@@ -382,3 +382,19 @@ def test_a_copy_of_a_cache_whose_forward_was_interrupted(make_cache):
     copied = copy.deepcopy(cache)
     assert [layer.get_seq_length() for layer in copied.layers] == [63] * 4
     copied.close()
+
+
+@pytest.mark.parametrize("held", [1, 60, 89, 98])
+def test_drafted_candidates_on_a_filled_cache_begin_anew(held, make_cache, caplog):
+    """transformers' own cache would then hold every token twice and go on with other text."""
+    model = tiny_model()
+    ids = prompt(99)
+    options = {"max_new_tokens": 20, "do_sample": False}
+    expected = model.generate(ids, **options)
+    cache = make_cache(config=model.config, block_size=16)
+    with torch.no_grad():
+        model(ids[:, :held], **{cache_argument(model): cache}, use_cache=True)
+    output = model.generate(ids, prompt_lookup_num_tokens=3, **{cache_argument(model): cache}, **options)
+    assert torch.equal(output, expected)
+    assert "what the cache held is dropped" in caplog.text
+    assert cache.get_seq_length() == 118

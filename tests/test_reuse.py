@@ -134,7 +134,6 @@ def test_batches_are_reused_if_their_padding_is_the_same(enabled):
         {"num_beams": 2, "num_return_sequences": 2},
         {"do_sample": True, "num_return_sequences": 3},
         {"do_sample": True},
-        {"prompt_lookup_num_tokens": 3},
         {"prefill_chunk_size": 7},
     ],
     ids=str,
@@ -149,6 +148,18 @@ def test_every_way_of_decoding_goes_on_from_what_is_held(options, enabled):
         assert counted.prefilled[-1] <= 10
     assert torch.equal(counted(longer), fresh(model, longer))
     assert counted.prefilled[-1] <= 10
+
+
+def test_drafted_candidates_begin_anew_and_are_gone_on_from(enabled):
+    """`generate` processes the whole prompt with them, even what is cached."""
+    model = tiny_model()
+    counted, ids = enabled(model), prompt(70)
+    longer = extended(counted(ids), 9)
+    answer = counted(longer, prompt_lookup_num_tokens=3)
+    assert torch.equal(answer, fresh(model, longer))
+    longer = extended(answer, 9)
+    assert torch.equal(counted(longer), fresh(model, longer))
+    assert counted.prefilled[0] == 70 and counted.prefilled[2] <= 13
 
 
 def test_more_than_tokens_is_never_compared(enabled):

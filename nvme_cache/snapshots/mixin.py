@@ -144,7 +144,7 @@ class SnapshotMixin:
 
     @property
     def can_step_back(self) -> bool:
-        """Whether `crop` can take back every layer; not if there is linear attention or a window that slides already."""
+        """Whether `crop` can take back every layer: no linear attention, no window that slides already."""
         return all(map(can_step_back, self.layers))
 
     @property
