@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
+from .snapshots import commands
+
 app = typer.Typer(help="Page the KV cache of Hugging Face models to NVMe.", no_args_is_help=True)
 
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -208,6 +210,14 @@ def estimate(
         console = Console()
         console.width = min(console.width, 80)
         show(report, console)
+
+
+app.command()(commands.inspect)
+app.command("ls")(commands.list_snapshots)
+app.command()(commands.pin)
+app.command()(commands.unpin)
+app.command("rm")(commands.remove)
+app.command()(commands.prune)
 
 
 def _mib(nbytes: int) -> str:

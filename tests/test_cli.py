@@ -94,6 +94,21 @@ def test_the_example_that_draws_runs(model_folder, document, offload_dir, tmp_pa
     assert list(offload_dir.iterdir()) == []
 
 
+def test_the_example_of_ten_processes_reads_the_document_once(model_folder, document, offload_dir, tmp_path):
+    if not importlib.util.find_spec("matplotlib"):
+        pytest.skip("it draws with matplotlib")
+    command = [sys.executable, "examples/ask_again.py", model_folder, document, tmp_path / "store"]
+    environment = {"NVME_CACHE_DIR": str(offload_dir), "HF_HUB_OFFLINE": "1", "PATH": "/usr/bin:/bin"}
+    for question in ("What?", "Who?"):  # as two of its processes
+        run = subprocess.run(
+            [*command, tmp_path / "chart.png", question], capture_output=True, text=True, cwd=ROOT, env=environment
+        )
+        assert run.returncode == 0, run.stderr
+        assert json.loads(run.stdout)["first_token_s"] > 0
+    assert len(nvme_cache.SnapshotStore(tmp_path / "store", size_limit=0).entries()) == 2
+    assert list(offload_dir.iterdir()) == []
+
+
 def test_the_example_runs(model_folder, document, offload_dir):
     run = subprocess.run(
         [sys.executable, "examples/long_document_qa.py", model_folder, document, "What?", "Who?"],

@@ -1,9 +1,11 @@
 """Snapshots: what is saved comes back bit for bit, in other processes too, and nothing else ever does."""
 
+import copy
 import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -249,6 +251,25 @@ class TestFork:
         for fork in forks:
             assert folder.exists()
             fork.close()
+
+    @pytest.mark.parametrize("kind", ["llama", "gemma3", "hybrid"])
+    def test_ten_forks_at_once_are_ten_deep_copies(self, kind, make_cache):
+        model, ids = MODELS[kind](), prompt(75)
+        cache, stock = filled(model, make_cache)[0], DynamicCache(config=model.config)
+        with torch.no_grad():
+            model(ids, **{cache_argument(model): stock}, use_cache=True)
+        turns = [torch.cat([ids, prompt(75 + n)[:, 70:]], dim=1) for n in range(10)]
+        expected = [tokens(model, turn, copy.deepcopy(stock), max_new_tokens=30) for turn in turns]
+
+        def go_on(turn):
+            with cache.fork() as fork:
+                return tokens(model, turn, fork, max_new_tokens=30)
+
+        before = {path.name for path in cache.offload_path.iterdir()}
+        with ThreadPoolExecutor(10) as pool:
+            assert all(map(torch.equal, pool.map(go_on, turns), expected))
+        left = {path.name for path in cache.offload_path.iterdir()} - before
+        assert all(name.endswith(".free") for name in left)
 
 
 class TestMismatch:

@@ -12,6 +12,7 @@ OURS = "#c2410c"
 _OTHERS = ("#1f2937", "#2563eb", "#059669", "#7c3aed", "#64748b", "#b45309")
 _DRIVE_COLORS = {
     "fetch_unverified": "#fb923c",
+    "fetch_int8": "#fdba74",
     "plain": _OTHERS[0],
     "fio_psync": _OTHERS[1],
     "fio_io_uring": _OTHERS[2],

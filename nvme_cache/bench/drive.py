@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 
+from nvme_cache.quantization import QuantizationConfig
+
 from .fio import Fio
 from .measure import Figures, Sample, bytes_per_s, interleave, paired, rates, timed
 from .plan import MIB
@@ -11,6 +13,7 @@ from .rawfile import RawFile, touched_buffer, write_plainly
 from .shardpath import FetchPath, ShardFiles
 from .site import Site
 
+INT8 = QuantizationConfig(key="int8", value="int8", sink_tokens=0)
 _LEAST_LAYERS = 16
 _MOST_FILES = 256
 
@@ -73,14 +76,21 @@ def _fetches(site: Site, raw: RawFile, engines: Sequence[Fio], size: int) -> Fig
         verified, unverified = (
             stack.enter_context(FetchPath(site, size, num_layers, verify=verify)) for verify in (True, False)
         )
+        int8 = stack.enter_context(FetchPath(site, size, num_layers, verify=True, quantization=INT8))
         contenders: dict[str, Callable[[], Sample]] = {
             "fetch": verified,
             "fetch_unverified": unverified,
+            "fetch_int8": int8,
             # One call per thread per layer into as much memory, as the fetch path makes.
             **_reference_readers(site, raw, engines, size // site.threads, verified.slot_bytes),
         }
         samples = interleave(contenders, site.plan.drive)
-    return {"layer_bytes": size, "layers": num_layers, **_compared(samples, "fetch")}
+    return {
+        "layer_bytes": size,
+        "layers": num_layers,
+        **_compared(samples, "fetch"),
+        "fetch_int8_over": {"plain": paired(bytes_per_s(samples["fetch_int8"]), bytes_per_s(samples["plain"]))},
+    }
 
 
 def _reference_readers(

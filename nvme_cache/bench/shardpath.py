@@ -13,6 +13,7 @@ from nvme_cache.blocks import BlockRun
 from nvme_cache.buffers import HostBuffer
 from nvme_cache.pager import Pager
 from nvme_cache.placement import Budgets, Tier
+from nvme_cache.quantization import QuantizationConfig
 from nvme_cache.shards import Section, Shard
 from nvme_cache.slots import Lease
 from nvme_cache.states import LayerSpec, StateSpec
@@ -105,12 +106,21 @@ class FetchPath:
 
     Args:
         site: Where the store makes its folder.
-        layer_bytes: Keys and values of one layer.
+        layer_bytes: Keys and values of one layer, as they are in a slot.
         num_layers: Layers.
         verify: Whether what is read is checked.
+        quantization: How blocks are stored; None for exactly.
     """
 
-    def __init__(self, site: Site, layer_bytes: int, num_layers: int, *, verify: bool) -> None:
+    def __init__(
+        self,
+        site: Site,
+        layer_bytes: int,
+        num_layers: int,
+        *,
+        verify: bool,
+        quantization: QuantizationConfig | None = None,
+    ) -> None:
         self._site = site
         self._store = Store(site.folder, None)
         self._pager = Pager(
@@ -120,7 +130,7 @@ class FetchPath:
             block_size=_BLOCK_SIZE,
             prefetch_depth=None,
             io_threads=site.threads,
-            quantization=None,
+            quantization=quantization,
             verify=verify,
         )
         self._layer_bytes = layer_bytes

@@ -18,6 +18,7 @@ from nvme_cache.placement import Budgets, Tier, place
 from nvme_cache.quantization import QuantizationConfig
 from nvme_cache.tax import predict
 
+from .drive import INT8
 from .measure import Figures, Sample, bytes_per_s, interleave, paired, spread, timed
 from .models import fill, token_bytes, wide_config
 from .plan import MIB
@@ -27,7 +28,6 @@ from .site import Site
 from .synthetic import MODEL, Settings, Step, burst, steps_lasting
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 0.9)
-_INT8 = QuantizationConfig(key="int8", value="int8", sink_tokens=0)
 _BLOCK_SIZE = 256
 _SPARE_TOKENS = 128
 _BURST_S = 0.05
@@ -44,7 +44,7 @@ class _Kept:
     quantization: QuantizationConfig | None = None
 
 
-_KEPT = (*map(_Kept, SHARES), _Kept(0.0, _INT8), _Kept(0.5, _INT8))
+_KEPT = (*map(_Kept, SHARES), _Kept(0.0, INT8), _Kept(0.5, INT8))
 
 
 def measure_steps(site: Site, raw: RawFile, drive: Figures) -> Figures:
@@ -60,7 +60,7 @@ def measure_steps(site: Site, raw: RawFile, drive: Figures) -> Figures:
     rows = [
         row
         for length in site.plan.step_contexts
-        for row in _measure_context(site, raw, config, settings, length, _Fetching.of(drive, length, config))
+        for row in _measure_context(site, raw, config, settings, length, drive)
     ]
     return {"layers": site.plan.step_layers, "token_layer_bytes": token_bytes(config), "rows": rows}
 
@@ -71,22 +71,26 @@ class _Fetching:
 
     Attributes:
         over_plain: Its rate over that of a plain reader.
-        cpu_s_per_byte: CPU seconds it takes, checking included.
+        read_cpu_s_per_byte: CPU seconds it takes to read and check a byte.
+        dequantize_cpu_s_per_byte: CPU seconds that a byte takes as it becomes keys and values in a slot.
     """
 
     over_plain: float
-    cpu_s_per_byte: float
+    read_cpu_s_per_byte: float
+    dequantize_cpu_s_per_byte: float
 
     @classmethod
-    def of(cls, drive: Figures, length: int, config: LlamaConfig) -> "_Fetching":
-        layer_bytes = length * token_bytes(config)
+    def of(cls, drive: Figures, layer_bytes: int, kept: _Kept) -> "_Fetching":
         row = min(drive["fetch"], key=lambda row: abs(math.log(row["layer_bytes"] / layer_bytes)))
-        cpu_s_per_gb = row["contenders"]["fetch"]["cpu_s_per_gb"]["median"]
-        return cls(row["fetch_over"]["plain"]["median"], cpu_s_per_gb / 1e9)
+        name = "fetch" if kept.quantization is None else "fetch_int8"
+        cpu_s_per_byte = row["contenders"][name]["cpu_s_per_gb"]["median"] / 1e9
+        dequantize_s = 0.0 if kept.quantization is None else 1 / dequantize_rate("int8", torch.bfloat16)
+        # Twice as many bytes come out as were read: int8 becomes bf16.
+        return cls(row[f"{name}_over"]["plain"]["median"], max(0.0, cpu_s_per_byte - 2 * dequantize_s), dequantize_s)
 
 
 def _measure_context(
-    site: Site, raw: RawFile, config: LlamaConfig, settings: Settings, length: int, fetching: _Fetching
+    site: Site, raw: RawFile, config: LlamaConfig, settings: Settings, length: int, drive: Figures
 ) -> list[Figures]:
     layer_bytes = length * token_bytes(config)
     site.say(f"steps: {length:,} tokens, layers of {layer_bytes / MIB:g} MiB")
@@ -114,8 +118,8 @@ def _measure_context(
         for cache in caches.values():
             burst(steps[MODEL], cache, length, 1)  # makes slots and faults them in
         samples = interleave(contenders, site.plan.steps)
-    dequantize_s = 1 / dequantize_rate("int8", torch.bfloat16)
-    return [_row(config, length, name, kept, samples, fetching, dequantize_s) for name in steps for kept in _KEPT]
+    fetching = {kept: _Fetching.of(drive, layer_bytes, kept) for kept in _KEPT}
+    return [_row(config, length, name, kept, samples, fetching[kept]) for name in steps for kept in _KEPT]
 
 
 def _filled_cache(site: Site, config: LlamaConfig, length: int, kept: _Kept) -> OffloadedNVMeCache:
@@ -158,7 +162,6 @@ def _row(
     kept: _Kept,
     samples: _Samples,
     fetching: _Fetching,
-    dequantize_s_per_byte: float,
 ) -> Figures:
     steps, computes = samples[setting, kept], [sample.wall_s for sample in samples[setting, _COMPUTE]]
     read_rates, copy_rates = bytes_per_s(samples[setting, _READ]), bytes_per_s(samples[setting, _COPY])
@@ -177,9 +180,9 @@ def _row(
             host_share=planned[Tier.HOST] / sum(planned.values()),
             software_s=max(0.0, with_us - without) / config.num_hidden_layers,
             compute_cores=torch.get_num_threads(),
-            read_cpu_s_per_byte=fetching.cpu_s_per_byte,
+            read_cpu_s_per_byte=fetching.read_cpu_s_per_byte,
             copy_cpu_s_per_byte=copy.cpu_s / copy.nbytes,
-            dequantize_cpu_s_per_byte=dequantize_s_per_byte,
+            dequantize_cpu_s_per_byte=fetching.dequantize_cpu_s_per_byte,
         ).step_s
         for compute, rate, copy in zip(computes, read_rates, samples[setting, _COPY], strict=True)
     ]
