@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
+import nvme_cache
 from nvme_cache.cli import app
 from nvme_cache.demo import Answers
 
