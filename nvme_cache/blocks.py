@@ -92,20 +92,46 @@ class ResidentBlocks:
     nbytes: int
 
 
+class WarmBlocks:
+    """Blocks of a snapshot that are to stay in host memory: once they have been read, which is when they are needed.
+
+    Args:
+        shard: Where they are until then.
+    """
+
+    def __init__(self, shard: Shard) -> None:
+        self.shard = shard
+        self._parts: dict[int, Parts] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes as stored."""
+        return self.shard.nbytes
+
+    @property
+    def parts(self) -> tuple[Parts, Parts] | None:
+        """What keys are stored as, and values; None until both have been read."""
+        return (self._parts[0], self._parts[1]) if len(self._parts) == 2 else None
+
+    def keep(self, index: int, parts: Parts) -> None:
+        """Takes keys (0) or values (1) that have been read into host memory of their own."""
+        self._parts[index] = parts
+
+
 @dataclass(frozen=True, slots=True)
 class BlockRun:
     """Consecutive blocks of one layer, sealed together and kept in one tier. The bytes never change.
 
     Attributes:
         tier: Where the bytes are.
-        blocks: The bytes themselves: tensors, or a shard on the drive.
+        blocks: The bytes themselves: tensors, a shard on the drive, or one that becomes tensors.
         layout: How tokens, all that were sealed, lie in them.
         length: How many of the run's tokens, from the first, still count.
         rows: For each of the layer's present batch rows the row as sealed, int64 on CPU; None while they are the same.
     """
 
     tier: Tier
-    blocks: ResidentBlocks | Shard
+    blocks: ResidentBlocks | WarmBlocks | Shard
     layout: Layout
     length: int
     rows: torch.Tensor | None = None

@@ -9,8 +9,8 @@ from threading import Semaphore
 
 import torch
 
-from .blocks import BlockRun, Parts, ResidentBlocks, unpack
-from .buffers import StagingPool
+from .blocks import BlockRun, Parts, WarmBlocks, unpack
+from .buffers import HostBuffer, StagingPool
 from .errors import NVMeCacheError
 from .meter import Cause, Meter, Phase
 from .quantization import Codec, Exact
@@ -65,12 +65,14 @@ class Read:
         targets: Where each group goes.
         rows: Where the drive can fill the slot directly, the places in file order for each section; None to go through
             staging.
+        warm: What keeps them in memory from then on, if anything.
     """
 
     shard: Shard
     groups: tuple[Sections, ...]
     targets: tuple[Target, ...]
     rows: list[list[memoryview]] | None
+    warm: WarmBlocks | None
 
     @property
     def sections(self) -> Sections:
@@ -100,26 +102,28 @@ def plan(slot: Slot, runs: Sequence[BlockRun]) -> tuple[list[Read], list[Residen
             Target(slot, index, slot.filled, run.length, codec, run.layout.piece_length, run.rows)
             for index, codec in enumerate(run.layout.codecs)
         )
-        if isinstance(run.blocks, ResidentBlocks):
+        if isinstance(run.blocks, Shard):
+            reads += _reads(run, run.blocks, targets, None)
+        elif run.blocks.parts is not None:
             residents += map(Resident, run.blocks.parts, targets)
-        else:
-            reads += _reads(run, run.blocks, targets)
+        elif isinstance(run.blocks, WarmBlocks):
+            reads += _reads(run, run.blocks.shard, targets, run.blocks)
         slot.filled += run.length
     return reads, residents
 
 
-def _reads(run: BlockRun, shard: Shard, targets: Sequence[Target]) -> Iterator[Read]:
+def _reads(run: BlockRun, shard: Shard, targets: Sequence[Target], warm: WarmBlocks | None) -> Iterator[Read]:
     pairs = list(zip(shard.sections, targets, strict=True))
     # Large shards are worth two threads; small ones are read in one go, since calls cost more than bytes.
     for part in [pairs] if run.nbytes < _WORTH_SPLITTING else [[pair] for pair in pairs]:
         rows = []
-        if run.rows is None and run.is_whole:
+        if run.rows is None and run.is_whole and warm is None:
             for sections, target in part:
                 if isinstance(target.codec, Exact):
                     places = target.slot.rows(target.index, sections[0].dtype, target.start, sections[0].shape)
                     rows += [] if places is None else [places]
         groups, own = zip(*part, strict=True)
-        yield Read(shard, groups, own, rows if len(rows) == len(part) else None)
+        yield Read(shard, groups, own, rows if len(rows) == len(part) else None, warm)
 
 
 def split(reads: Sequence[Read], count: int) -> list[list[Read]]:
@@ -186,8 +190,10 @@ class Filler:
                 reads[0].shard.expect(reads[0].sections)
             if read.rows is not None:
                 self._read(read, read.rows)
-            else:
+            elif read.warm is None:
                 self._read_staged(read, after)
+            else:
+                self._warm(read, read.warm, after)
         return self._filled(self.transfer.record())
 
     def copy(self, residents: Sequence[Resident], after: Event) -> Filled:
@@ -208,16 +214,24 @@ class Filler:
                 read.shard.verify(read.sections, views)
 
     def _read_staged(self, read: Read, after: Event) -> None:
-        sections = read.sections
         with self.meter.phase(Cause.STAGING, works=False):
-            buffer = self.staging.acquire(sum(section.padded_nbytes for section in sections))
+            buffer = self.staging.acquire(sum(section.padded_nbytes for section in read.sections))
         try:
-            self._read(read, [[view] for view in spread(buffer.view, sections)])
-            parts = iter(staged(buffer, sections))
-            groups = [tuple(islice(parts, len(group))) for group in read.groups]
-            self._copy(list(map(Resident, groups, read.targets)), after)
+            self._copy(self._read_into(buffer, read), after)
         finally:
             self.staging.release(buffer, self.transfer.record())  # handed out again only once the copy has read it
+
+    def _warm(self, read: Read, warm: WarmBlocks, after: Event) -> None:
+        memory = self.transfer.host_memory(sum(section.padded_nbytes for section in read.sections))
+        residents = self._read_into(HostBuffer(memory), read)
+        self._copy(residents, after)
+        for resident in residents:
+            warm.keep(resident.target.index, resident.parts)
+
+    def _read_into(self, buffer: HostBuffer, read: Read) -> list[Resident]:
+        self._read(read, [[view] for view in spread(buffer.view, read.sections)])
+        parts = iter(staged(buffer, read.sections))
+        return list(map(Resident, [tuple(islice(parts, len(group))) for group in read.groups], read.targets))
 
     @torch.no_grad()
     def _copy(self, residents: Sequence[Resident], after: Event) -> None:

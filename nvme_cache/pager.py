@@ -202,6 +202,11 @@ class Pager:
             place=by_plan,
         )
 
+    @property
+    def host_bytes_of_a_layer(self) -> int:
+        """What each layer may keep in host memory."""
+        return self._budgets.host_bytes // self.num_layers
+
     def prefetch_depth(self, layer_bytes: int) -> int:
         """How many layers of `layer_bytes` to fetch ahead."""
         if self._prefetch_depth is None:

@@ -10,7 +10,7 @@ import torch
 import xxhash
 
 from nvme_cache import io
-from nvme_cache.blocks import BlockRun, Layout, ResidentBlocks
+from nvme_cache.blocks import BlockRun, Layout, ResidentBlocks, WarmBlocks
 from nvme_cache.buffers import HostBuffer
 from nvme_cache.layers import NVMeLayer
 from nvme_cache.pager import Pager
@@ -145,7 +145,7 @@ class _Saved:
     def _runs(self, layer_idx: int, runs: Sequence[BlockRun]) -> Iterator[Run]:
         first_token = 0
         for at, run in enumerate(runs):
-            blocks = run.blocks
+            blocks = run.blocks.shard if isinstance(run.blocks, WarmBlocks) else run.blocks
             if isinstance(blocks, Shard):
                 shard, file = blocks, self._link(blocks)
             elif run.layout.length < self._block_size:  # the first few tokens of a quantized layer
