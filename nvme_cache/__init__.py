@@ -10,6 +10,7 @@ from .errors import (
     ShardCorruptedError,
     ShardIOError,
     SnapshotCorruptedError,
+    SnapshotIOError,
     SnapshotMismatchError,
     StorageFullError,
 )
@@ -27,6 +28,7 @@ __all__ = [
     "ShardCorruptedError",
     "ShardIOError",
     "SnapshotCorruptedError",
+    "SnapshotIOError",
     "SnapshotMismatchError",
     "StorageFullError",
     "Switch",
