@@ -301,7 +301,6 @@ class RemoteShard(Shard):
         try:
             descriptor = io.open_file(self.path, direct=self._direct, create=True)
             try:
-                os.ftruncate(descriptor, self.file_nbytes)
                 io.write_all(descriptor, [view], offset)
             finally:
                 os.close(descriptor)
