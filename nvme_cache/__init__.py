@@ -10,6 +10,7 @@ from .errors import (
     ShardCorruptedError,
     ShardIOError,
     SnapshotCorruptedError,
+    SnapshotIOError,
     SnapshotMismatchError,
     StorageFullError,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "ShardCorruptedError",
     "ShardIOError",
     "SnapshotCorruptedError",
+    "SnapshotIOError",
     "SnapshotMismatchError",
     "SnapshotStore",
     "StorageFullError",

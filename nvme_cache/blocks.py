@@ -146,6 +146,11 @@ class BlockRun:
         """Whether every token sealed still counts."""
         return self.length == self.layout.length
 
+    def warm(self) -> "BlockRun":
+        """The run, on the drive, as one that stays in host memory once it has been read."""
+        assert isinstance(self.blocks, Shard)
+        return replace(self, tier=Tier.HOST, blocks=WarmBlocks(self.blocks))
+
     def on_device(self, device: torch.device) -> "BlockRun":
         """The run with what it has in device memory on `device`."""
         if self.tier is not Tier.DEVICE or not isinstance(self.blocks, ResidentBlocks):

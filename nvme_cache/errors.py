@@ -7,6 +7,7 @@ NVMeCacheError
 ├── ShardCorruptedError     (OSError)       a shard read back is missing, short, or fails its checksum
 ├── ShardIOError            (OSError)       the drive refused a read or a write
 ├── SnapshotCorruptedError  (OSError)       a snapshot is missing, incomplete or not what was written
+├── SnapshotIOError         (OSError)       where a snapshot is kept cannot be reached, or refused
 ├── SnapshotMismatchError   (ValueError)    a snapshot is of another model, dtype, layer kind or version
 ├── CacheMisuseError        (RuntimeError)  a call that would produce wrong text if it went through
 └── CacheClosedError        (RuntimeError)  the cache was closed before this call
@@ -39,6 +40,10 @@ class ShardIOError(NVMeCacheError, OSError):
 
 class SnapshotCorruptedError(NVMeCacheError, OSError):
     """There is no snapshot where there should be one, or a file of it is missing, short or not what was written."""
+
+
+class SnapshotIOError(NVMeCacheError, OSError):
+    """The object store or server that keeps a snapshot cannot be reached, or refused a read or a write."""
 
 
 class SnapshotMismatchError(NVMeCacheError, ValueError):

@@ -92,6 +92,11 @@ class Pager:
         """Where this cache's shards are."""
         return self._store.path
 
+    @property
+    def store(self) -> Store:
+        """What keeps that folder."""
+        return self._store
+
     def check(self) -> None:
         """Raises what went wrong in the background since the last call, once, and tries those writes again.
 

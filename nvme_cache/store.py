@@ -30,7 +30,7 @@ import psutil
 
 from . import io
 from .drive import TEST_BYTES, Drive, drive_of
-from .errors import OffloadDirectoryError, StorageFullError
+from .errors import NVMeCacheError, OffloadDirectoryError, StorageFullError
 from .shards import Sections, Shard
 
 logger = logging.getLogger(__name__)
@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 _FOLDER = re.compile(r"nvme-cache-(\d+|removing)-[a-z0-9_]{8}")
 # Free files come after those that a finalizer in another thread may turn into them while they are being deleted.
 _FILES = ("layer-*.safetensors", "layer-*.partial", "layer-*.free", "probe", "lock")
+_SNAPSHOT_FILES = ("states-*.safetensors", "manifest.json", "manifest-*.partial", "in-use.lock", "saving.lock")
 _LOCK = "lock"
 RAM_FILE_SYSTEMS = {"tmpfs", "ramfs", "devtmpfs"}
 _SPARE_BYTES = 64 << 20  # what we leave free: a drive filled to the last byte breaks its other users
@@ -76,6 +77,7 @@ class Store:
 
     Attributes:
         path: The folder.
+        direct: Whether files in it are read and written past the page cache.
         drive: How to read the drive under it.
     """
 
@@ -86,8 +88,8 @@ class Store:
             remove_orphans(root)
             self.path, lock = _claim_folder(root)
             self._finalizer = weakref.finalize(self, _remove, self.path, lock, os.getpid())
-            self._direct = io.supports_direct(self.path)
-            self.drive = tested_drive(self.path, disk_budget, direct=self._direct)
+            self.direct = io.supports_direct(self.path)
+            self.drive = tested_drive(self.path, disk_budget, direct=self.direct)
         self._disk_budget = disk_budget
         self._owner_pid = os.getpid()
         self._count = 0
@@ -98,7 +100,7 @@ class Store:
         self._forgotten: deque[tuple[int, Path | None]] = deque()
         self._free: dict[int, list[Path]] = {}  # by size, the one longest not asked for first
         self._mutex = RLock()  # the collector may close a fork of the same cache inside any of the methods that hold it
-        _warn_once(root, direct=self._direct)
+        _warn_once(root, direct=self.direct)
 
     @property
     def used_bytes(self) -> int:
@@ -120,24 +122,43 @@ class Store:
             StorageFullError: the disk budget or the drive has no room for it.
         """
         with self._mutex:
-            self._count += 1
             shard = Shard(
-                self.path / f"layer-{layer_idx:03d}-{self._count:06d}.safetensors",
+                self.new_path(layer_idx),
                 layer_idx,
                 first_token,
                 sections,
                 storage=storage,
-                direct=self._direct,
+                direct=self.direct,
             )
             self._collect()
             if not self._recycle(shard):
                 self._make_room(shard.file_nbytes)
-            self._reserved_bytes += shard.file_nbytes
-            self._most_bytes = max(self._most_bytes, self._reserved_bytes)
+            self._count_in(shard.file_nbytes)
         # The newest finalizer runs first: the one that closes the file, made when it is written, before this one.
         forget = weakref.finalize(shard, _forget, shard.path, shard.file_nbytes, self._forgotten, os.getpid())
         forget.atexit = False  # closing the store removes the folder whole
         return shard
+
+    def new_path(self, layer_idx: int) -> Path:
+        """Where another file of a layer goes."""
+        with self._mutex:
+            self._count += 1
+            return self.path / f"layer-{layer_idx:03d}-{self._count:06d}.safetensors"
+
+    def reserve(self, nbytes: int) -> None:
+        """Counts bytes that the caller is about to write and will `give_back`.
+
+        Raises:
+            StorageFullError: the disk budget or the drive has no room for them.
+        """
+        with self._mutex:
+            self._collect()
+            self._make_room(nbytes)
+            self._count_in(nbytes)
+
+    def give_back(self, nbytes: int) -> None:
+        """Counts bytes no more: they were not written, or are deleted. Finalizers may call it."""
+        self._forgotten.append((nbytes, None))
 
     def share(self) -> "Store":
         """This store, to be closed once more before it is gone."""
@@ -160,6 +181,10 @@ class Store:
             if self._users:
                 return
         self._finalizer()
+
+    def _count_in(self, nbytes: int) -> None:
+        self._reserved_bytes += nbytes
+        self._most_bytes = max(self._most_bytes, self._reserved_bytes)
 
     def _collect(self) -> None:
         """Takes note of what finalizers have left."""
@@ -214,7 +239,7 @@ class Store:
 
 @contextmanager
 def private_folder(root: Path) -> Iterator[Path]:
-    """A folder inside `root` as stores have one, for files of the names they give; gone with the files at the end.
+    """A folder inside `root` as stores have one, for files of the names they and snapshots give; gone at the end.
 
     Raises:
         OffloadDirectoryError: `root` is missing, not a folder, or not writable.
@@ -284,8 +309,8 @@ def _lock(folder: Path, *, create: bool) -> int | None:
 
 
 def _delete(folder: Path) -> None:
-    """Deletes what a store put into `folder`, and the folder if that was all."""
-    for pattern in _FILES:
+    """Deletes what a store or a snapshot put into `folder`, and the folder if that was all."""
+    for pattern in _FILES + _SNAPSHOT_FILES:
         for path in folder.glob(pattern):
             path.unlink(missing_ok=True)
     with suppress(OSError):
@@ -322,7 +347,7 @@ def _checked(root: Path) -> Path:
 def _explained(root: Path) -> Iterator[None]:
     try:
         yield
-    except OffloadDirectoryError:
+    except NVMeCacheError:
         raise
     except OSError as error:
         raise OffloadDirectoryError(

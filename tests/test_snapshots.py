@@ -216,6 +216,46 @@ class TestRoundTrip:
         assert torch.equal(next_logits(model, restored(tmp_path / "snapshot", config=model.config)), expected)
 
 
+class TestWarm:
+    """What the host budget has room for is read once and stays."""
+
+    @exact_int8_and_mixed
+    @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+    def test_blocks_within_the_budget_are_read_once(self, share, make_cache, tmp_path, restored, quantization):
+        model = tiny_model()
+        cache, ids = filled(model, make_cache, length=40)
+        ids = tokens(model, ids, cache, max_new_tokens=160)  # one shard a block
+        cache.save_pretrained(tmp_path / "snapshot", model=model)
+        sealed = cache.memory_usage()["nvme"]
+        ours = restored(tmp_path / "snapshot", model=model, host_budget=round(share * sealed))
+        usage, meter = ours.memory_usage(), ours._pager.meter
+        assert usage["host"] + usage["nvme"] == sealed
+        assert 0 <= share * sealed - usage["host"] <= 0.2 * sealed
+        for step in range(3):
+            before = meter.read_bytes
+            assert torch.equal(next_logits(model, ours, step), next_logits(model, cache, step))
+            if step == 1:  # the first fetched ahead for this one
+                assert meter.read_bytes - before <= usage["nvme"]
+        fork = ours.fork()
+        assert torch.equal(next_logits(model, fork), next_logits(model, ours))
+        fork.close()
+        ours.save_pretrained(tmp_path / "again", token_ids=torch.cat([ids[:, :-1], ids[:, :4]], dim=1))
+        expected = next_logits(model, ours, 9)
+        assert torch.equal(next_logits(model, restored(tmp_path / "again", config=model.config), 9), expected)
+
+    def test_a_damaged_block_is_refused_however_often_it_is_asked_for(self, snapshot, tmp_path, restored):
+        model, folder, _ = snapshot
+        folder = copied(folder, tmp_path / "copy")
+        path = sorted(folder.glob("layer-*"))[-1]
+        content = bytearray(path.read_bytes())
+        content[5000] ^= 1
+        path.write_bytes(content)
+        ours = restored(folder, config=model.config, host_budget=1 << 30)
+        for _ in range(2):
+            with pytest.raises(ShardCorruptedError, match="This snapshot is of no more use"):
+                next_logits(model, ours)
+
+
 class TestFreshProcess:
     def test_one_more_token_in_another_process(self, make_cache, tmp_path):
         model = tiny_model("gemma3")

@@ -20,7 +20,7 @@ FORMAT = "nvme-cache snapshot"
 VERSION = 1
 MANIFEST = "manifest.json"
 
-_FILE_NAME = re.compile(r"(layer-\d{3,}-\d{6,}|states)-[0-9a-f]{16}\.safetensors")
+FILE_NAME = re.compile(r"(layer-\d{3,}-\d{6,}|states)-[0-9a-f]{16}\.safetensors")
 _T = TypeVar("_T")
 
 
@@ -248,7 +248,7 @@ _LISTS: dict[Any, type] = {list[Run]: Run, list[Layer]: Layer}
 def _check(manifest: Manifest) -> None:
     """Raises ValueError where fields contradict each other or lead out of the folder."""
     for name, nbytes in manifest.files.items():
-        if not _FILE_NAME.fullmatch(name):
+        if not FILE_NAME.fullmatch(name):
             raise ValueError(f"{name!r} is not the name of a file of a snapshot")
         if nbytes < 0:
             raise ValueError(f"{name} has {nbytes} bytes")

@@ -3,7 +3,6 @@
 import copy
 import os
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -12,10 +11,12 @@ from transformers import PreTrainedConfig
 from nvme_cache.errors import ConfigurationError
 from nvme_cache.guards import Prompt
 from nvme_cache.pager import Pager
+from nvme_cache.placement import Tier
 from nvme_cache.quantization import QuantizationConfig
 from nvme_cache.resident import can_step_back
 
 from .identity import identify
+from .remote import place_of, saved_to
 from .restore import Snapshot
 from .save import save, whole_mask
 
@@ -40,6 +41,7 @@ class SnapshotMixin:
         def _length(self) -> int: ...
         def _known_batch_size(self) -> int | None: ...
         def close(self) -> None: ...
+        def memory_usage(self) -> dict[str, int]: ...
 
     def fork(self) -> Self:
         """A cache that holds the same tokens and goes its own way; `copy.deepcopy` does the same.
@@ -63,7 +65,7 @@ class SnapshotMixin:
         is there is replaced as a whole, or not at all if saving is interrupted.
 
         Args:
-            save_directory: A folder, made if need be.
+            save_directory: A folder, made if need be; or a URL that fsspec knows, such as "s3://bucket/report".
             token_ids: `[batch, length]`, the tokens whose keys and values are held, padding included; more are
                 ignored. Not needed after `generate` was passed the whole sequence.
             attention_mask: `[batch, length]`, 0 where a token is padding; None if none is.
@@ -74,22 +76,24 @@ class SnapshotMixin:
             ConfigurationError: the token ids or the config are missing, or a layer is of a kind that cannot be saved.
             NVMeCacheError: what went wrong in the background since the last call.
             OSError: the folder cannot be written to.
+            SnapshotIOError: the URL's place cannot be reached, or refuses; a snapshot that was there still is.
         """
         with self._owned():
             self._mend()
             config = self._config if model is None else model.config
             if config is None:
                 raise ConfigurationError("a cache made without a config needs save_pretrained(..., model=model)")
-            held = self.tokens_held(token_ids)
-            save(
-                Path(save_directory),
-                layers=self.layers,
-                pager=self._pager,
-                identity=identify(config, model),
-                token_ids=held,
-                attention_mask=whole_mask(held, attention_mask),
-                prefill_token_s=self._pager.meter.prefill_token_s,
-            )
+            identity, held, usage = identify(config, model), self.tokens_held(token_ids), self.memory_usage()
+            with saved_to(place_of(save_directory), self._pager.store, usage[Tier.DEVICE] + usage[Tier.HOST]) as folder:
+                save(
+                    folder,
+                    layers=self.layers,
+                    pager=self._pager,
+                    identity=identity,
+                    token_ids=held,
+                    attention_mask=whole_mask(held, attention_mask),
+                    prefill_token_s=self._pager.meter.prefill_token_s,
+                )
 
     @classmethod
     def from_pretrained(
@@ -102,7 +106,8 @@ class SnapshotMixin:
     ) -> Self:
         """Opens a snapshot: a cache that holds its tokens, at once, and reads its blocks when they are needed.
 
-        The snapshot stays as it is. Any number of processes may open it; what each adds is its own.
+        The snapshot stays as it is. Any number of processes may open it; what each adds is its own. From a URL, blocks
+        are downloaded when they are first read, and kept with this cache's own.
 
         Args:
             snapshot_directory: What `save_pretrained` was given.
@@ -113,6 +118,7 @@ class SnapshotMixin:
         Raises:
             SnapshotMismatchError: the snapshot is of another model, dtype or version; the message says of what.
             SnapshotCorruptedError: there is no snapshot, or it is damaged. Blocks are checked when they are first read.
+            SnapshotIOError: the URL's place cannot be reached.
             ConfigurationError: neither `config` nor `model` was given.
 
         Example:
@@ -126,7 +132,7 @@ class SnapshotMixin:
             raise ConfigurationError("from_pretrained() needs config=model.config, or better model=model")
         if fixed := {"block_size", "quantization"} & set(options):
             raise ConfigurationError(f"a snapshot has its own {' and '.join(sorted(fixed))}; leave them out")
-        snapshot = Snapshot.open(Path(snapshot_directory), identify(config, model))
+        snapshot = Snapshot.open(place_of(snapshot_directory), identify(config, model))
         manifest = snapshot.manifest
         cache = cls(
             config=config, **{"block_size": manifest.block_size, "quantization": snapshot.quantization, **options}

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 
 from nvme_cache import io
 from nvme_cache.blocks import BlockRun, Layout, ResidentBlocks
-from nvme_cache.errors import ConfigurationError, SnapshotCorruptedError, SnapshotMismatchError
+from nvme_cache.errors import ConfigurationError, NVMeCacheError, SnapshotCorruptedError, SnapshotMismatchError
 from nvme_cache.layers import NVMeLayer
 from nvme_cache.pager import Pager
 from nvme_cache.placement import Tier
@@ -27,6 +27,7 @@ from nvme_cache.states import LayerSpec, StateSpec
 from .folder import Use, read_file, read_manifest
 from .identity import check_identity
 from .manifest import Layer, Manifest, ModelIdentity, PagedLayer, Run, StatesKind
+from .remote import Remote, RemoteShard
 from .save import TOKEN_IDS
 
 _ATTEMPTS = 10  # at opening a snapshot that is saved again and again meanwhile
@@ -38,36 +39,39 @@ class Snapshot:
 
     Attributes:
         folder: Where it is.
-        use: What keeps its files.
+        use: What keeps its files; None where nothing does.
         manifest: What is known of it without reading a block.
         tensors: What is not in blocks.
     """
 
-    folder: Path
-    use: Use
+    folder: Path | Remote
+    use: Use | None
     manifest: Manifest
     tensors: Tensors
 
     @classmethod
-    def open(cls, folder: Path, identity: ModelIdentity) -> "Snapshot":
+    def open(cls, folder: Path | Remote, identity: ModelIdentity) -> "Snapshot":
         """Opens the snapshot in `folder` for a model. Reads the manifest and what is not in blocks.
 
         Raises:
             SnapshotCorruptedError: there is no snapshot, or a file of it is missing, short or not what was written.
             SnapshotMismatchError: it is of another model, or another version of the format.
+            SnapshotIOError: it is elsewhere and cannot be reached.
         """
-        folder = folder.absolute()
-        if not folder.is_dir():
-            raise SnapshotCorruptedError(f"there is no snapshot at {folder}: no such folder")
+        if isinstance(folder, Path):
+            folder = folder.absolute()
+            if not folder.is_dir():
+                raise SnapshotCorruptedError(f"there is no snapshot at {folder}: no such folder")
         for attempt in range(_ATTEMPTS):
-            use = Use(folder)
-            manifest = read_manifest(folder)
+            use = Use(folder) if isinstance(folder, Path) else None
+            manifest = _manifest(folder)
             check_identity(manifest.model, identity, folder)
             try:
-                _check_files(folder, manifest)
+                if isinstance(folder, Path):
+                    _check_files(folder, manifest)
                 return cls(folder, use, manifest, _read_states(folder, manifest))
             except SnapshotCorruptedError:
-                if attempt == _ATTEMPTS - 1 or read_manifest(folder) == manifest:  # else it was saved again
+                if attempt == _ATTEMPTS - 1 or _manifest(folder) == manifest:  # else it was saved again
                     raise
         raise AssertionError("unreachable")
 
@@ -126,7 +130,12 @@ class Snapshot:
         if (paged := entry.paged) is None:
             return
         spec = _spec(paged)
-        runs = [self._run(layer_idx, at, run, spec, pager, device, direct=direct) for at, run in enumerate(paged.runs)]
+        room_bytes, runs = pager.host_bytes_of_a_layer, []
+        for at, described in enumerate(paged.runs):
+            run = self._run(layer_idx, at, described, spec, pager, device, direct=direct)
+            if run.tier is Tier.NVME and run.nbytes <= room_bytes:
+                run, room_bytes = run.warm(), room_bytes - run.nbytes
+            runs.append(run)
         length = paged.length - sum(run.length for run in runs)
         keys, values = (self.tensors[f"layer.{layer_idx}.tail.{name}"] for name in ("keys", "values"))
         for states, kind in ((keys, spec.keys), (values, spec.values)):
@@ -158,16 +167,21 @@ class Snapshot:
             return BlockRun(Tier.DEVICE, ResidentBlocks((keys, values), layout.nbytes), layout, run.length, rows)
         if layout.nbytes > run.nbytes:
             raise ValueError(f"{run.file} is too small for its blocks")
-        shard = Shard(
-            self.folder / run.file, layer_idx, run.first_token, layout.sections, storage=layout.storage, direct=direct
-        )
+        described = layer_idx, run.first_token, layout.sections
+        if isinstance(self.folder, Path):
+            shard = Shard(self.folder / run.file, *described, storage=layout.storage, direct=direct)
+        else:
+            shard = RemoteShard(self.folder, run.file, pager.store, *described, storage=layout.storage)
         if shard.file_nbytes != run.nbytes:
             raise ValueError(f"{run.file} should have {shard.file_nbytes} bytes, not {run.nbytes}")
         shard.adopt(run.checksums, self.use)
         return BlockRun(Tier.NVME, shard, layout, run.length, rows)
 
     def _reads_direct(self) -> bool:
-        return all(io.reads_direct(self.folder / name) for name in sorted(self.manifest.files)[:1])
+        folder = self.folder
+        return isinstance(folder, Path) and all(
+            io.reads_direct(folder / name) for name in sorted(self.manifest.files)[:1]
+        )
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -198,10 +212,16 @@ def _check_files(folder: Path, manifest: Manifest) -> None:
             )
 
 
-def _read_states(folder: Path, manifest: Manifest) -> Tensors:
-    path = folder / manifest.states.file
+def _manifest(folder: Path | Remote) -> Manifest:
+    return read_manifest(folder) if isinstance(folder, Path) else folder.manifest()
+
+
+def _read_states(folder: Path | Remote, manifest: Manifest) -> Tensors:
+    path = f"{folder}/{manifest.states.file}"
     try:
-        content = read_file(path)
+        content = read_file(Path(path)) if isinstance(folder, Path) else folder.read(manifest.states.file)
+    except NVMeCacheError:
+        raise
     except OSError as error:
         raise SnapshotCorruptedError(error.errno, f"cannot read {path}: {error.strerror}") from error
     if xxhash.xxh3_128(content).hexdigest() != manifest.states.xxh3:

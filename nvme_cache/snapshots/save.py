@@ -174,6 +174,7 @@ class _Saved:
     def _link(self, shard: Shard) -> str:
         if shard.path.parent == self._folder:  # opened from this very snapshot
             return shard.path.name
+        shard.complete()
         path = self._path(shard.layer_idx)
         bring(shard.path, path)
         self.new_files.append(path)
