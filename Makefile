@@ -28,7 +28,8 @@ test-slow: .venv/installed
 # Tests of streams and of how blocks are stored ask nothing more of transformers than those of exact ones. (Of keys and
 # values of different dtypes the oldest makes one, so that the reference for quantized blocks would not hold there.)
 test-floor: .venv-floor/installed
-	.venv-floor/bin/python -m pytest --ignore tests/adversarial --ignore tests/test_quantization.py -k "not int8"
+	.venv-floor/bin/python -m pytest --ignore tests/adversarial --ignore tests/test_quantization.py \
+		--ignore tests/test_remote_snapshots.py --ignore tests/test_snapshot_store.py -k "not int8"
 
 lint: .venv/installed
 	$(BIN)/ruff check .

@@ -288,7 +288,7 @@ class OffloadedNVMeCache(SnapshotMixin, DynamicCache):
         self._mend()
         if (call := GenerateCall.above(sys._getframe(1))) is not None:
             if call.begins_anew and self._length():
-                logger.warning("assisted decoding processes the whole prompt again: what the cache held is dropped")
+                logger.warning("this way of generating begins with the whole prompt: what the cache held is dropped")
                 self.reset()
             length = self._length()
             kept = self._prompt.check(call, length)

@@ -27,7 +27,7 @@ class GenerateCall:
         input_ids: `[batch, length]`, the tokens passed: the whole sequence, or what is new.
         total_length: Tokens the attention mask covers; equal to `length` if the whole sequence was passed.
         decodes_itself: Whether the caller's own function decodes, which may go on from a full cache.
-        is_assisted: Whether candidates are drafted, by an assistant, prompt lookup or otherwise.
+        ignores_cache: Whether the first forward is given all tokens passed, even those that are cached.
     """
 
     is_encoder_decoder: bool
@@ -35,7 +35,7 @@ class GenerateCall:
     input_ids: torch.Tensor
     total_length: int
     decodes_itself: bool
-    is_assisted: bool
+    ignores_cache: bool
 
     @classmethod
     def above(cls, frame: FrameType | None) -> "GenerateCall | None":
@@ -59,13 +59,20 @@ class GenerateCall:
             input_ids=input_ids,
             total_length=total if kwargs.get("inputs_embeds") is None else -1,
             decodes_itself=callable(called.get("custom_generate")),
-            is_assisted=prepared.get("generation_mode") == "assisted_generation",
+            ignores_cache=prepared.get("generation_mode") == "assisted_generation"
+            or (getattr(config, "prefill_chunk_size", None) is not None and chunks_ignore_cache(model)),
         )
 
     @property
     def begins_anew(self) -> bool:
         """Whether the first forward processes all tokens of the sequence, even those that are cached."""
-        return self.is_assisted and self.total_length == self.input_ids.shape[1]
+        return self.ignores_cache and self.total_length == self.input_ids.shape[1]
+
+
+def chunks_ignore_cache(model: Any) -> bool:
+    """Whether this transformers splits a whole prompt into chunks, whatever is cached, as it did before 5.24."""
+    prefill = getattr(type(model), "_prefill", None)
+    return prefill is None or "prefill_ids" not in prefill.__code__.co_varnames
 
 
 class Progress(NamedTuple):

@@ -106,7 +106,7 @@ def _generate(model: "PreTrainedModel", *args: Any, **kwargs: Any) -> Any:
     switch: Switch = vars(model)[_SWITCHES][-1]
     prompt = None
     if switch.reuse is not None and not model.config.is_encoder_decoder:
-        prompt = TokenPrompt.of(args, kwargs, config)
+        prompt = TokenPrompt.of(model, args, kwargs, config)
     if switch.reuse is None or prompt is None:
         paged = OffloadedNVMeCache(config=model.config, **switch.options)
     else:

@@ -9,6 +9,7 @@ import torch
 
 from .cache import OffloadedNVMeCache
 from .errors import NVMeCacheError
+from .guards import chunks_ignore_cache
 from .quantization import parse_quantization
 from .snapshots import Match, SnapshotStore, common_length, marked, whole_mask
 
@@ -28,16 +29,16 @@ class TokenPrompt:
         token_ids: `[batch, length]`.
         attention_mask: `[batch, length]`, 0 where a token is padding.
         copies: Into how many rows each is to be continued.
-        is_assisted: Whether `generate` will draft candidates, and therefore process all tokens, cached or not.
+        begins_anew: Whether `generate` will process all tokens, cached or not.
     """
 
     token_ids: torch.Tensor
     attention_mask: torch.Tensor
     copies: int
-    is_assisted: bool
+    begins_anew: bool
 
     @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], config: Any) -> "TokenPrompt | None":
+    def of(cls, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], config: Any) -> "TokenPrompt | None":
         """The prompt of a call; None if there is more to it than tokens, whose keys and values may then differ."""
         given = (*args[:1], kwargs.get("inputs"), kwargs.get("input_ids"))
         token_ids = next((each for each in given if each is not None), None)
@@ -53,9 +54,10 @@ class TokenPrompt:
         def option(name: str) -> Any:
             return kwargs.get(name, getattr(config, name, None))
 
-        assisted = kwargs.get("assistant_model") or option("prompt_lookup_num_tokens") or option("assistant_early_exit")
+        drafted = kwargs.get("assistant_model") or option("prompt_lookup_num_tokens") or option("assistant_early_exit")
+        begins_anew = drafted is not None or bool(option("prefill_chunk_size") and chunks_ignore_cache(model))
         copies = max(option("num_beams") or 1, option("num_return_sequences") or 1)
-        return cls(token_ids, mask, copies, assisted is not None) if mask.shape == token_ids.shape else None
+        return cls(token_ids, mask, copies, begins_anew) if mask.shape == token_ids.shape else None
 
     @property
     def marked(self) -> torch.Tensor:
@@ -94,7 +96,7 @@ class Reuse:
     def take(self, model: "PreTrainedModel", prompt: TokenPrompt) -> OffloadedNVMeCache:
         """A cache that holds as much of the prompt's beginning as is known, perhaps nothing."""
         wanted = prompt.marked
-        if prompt.is_assisted:
+        if prompt.begins_anew:
             return OffloadedNVMeCache(config=model.config, **self._options)
         held = self._taken(wanted)
         length = 0 if held is None else held.usable(wanted)

@@ -21,6 +21,7 @@ VERSION = 1
 MANIFEST = "manifest.json"
 
 FILE_NAME = re.compile(r"(layer-\d{3,}-\d{6,}|states)-[0-9a-f]{16}\.safetensors")
+_MOST_BLOCK_SIZE = 1 << 18
 _T = TypeVar("_T")
 
 
@@ -254,6 +255,8 @@ def _check(manifest: Manifest) -> None:
             raise ValueError(f"{name} has {nbytes} bytes")
     if min(manifest.batch_size, manifest.num_tokens, manifest.block_size) < 1:
         raise ValueError("a snapshot holds at least one token, in blocks of at least one")
+    if manifest.block_size > _MOST_BLOCK_SIZE:  # memory for the tail of every layer depends on it
+        raise ValueError(f"a block of {manifest.block_size:,} tokens is more than anyone uses")
     for layer in manifest.layers:
         if layer.paged is not None:
             _check_paged(layer.paged)
