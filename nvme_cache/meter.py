@@ -91,13 +91,13 @@ class Meter:
         read_bytes: Bytes of blocks read from NVMe.
         copied_bytes: Bytes of resident blocks copied into slots.
         steps: The newest steps, oldest first; the last may be under way.
-        known_prefill_token_s: Seconds that a token of a prompt took another cache whose tokens this one holds.
+        known_prefill: How many tokens came from another cache, and seconds that each took it; None if that is unknown.
     """
 
     def __init__(self) -> None:
         self.sealed_bytes = self.written_bytes = self.read_bytes = self.copied_bytes = 0
         self.steps: deque[Step] = deque(maxlen=_MOST_STEPS)
-        self.known_prefill_token_s: float | None = None
+        self.known_prefill: tuple[int, float] | None = None
         self._step: Step | None = None
         self._before = 0.0, 0.0
         self._update_began_s = 0.0
@@ -111,10 +111,10 @@ class Meter:
     @property
     def prefill_token_s(self) -> float | None:
         """Seconds that a token of a prompt took; None if nothing is known of that."""
+        count, token_s = (0, 0.0) if self.known_prefill is None else self.known_prefill
         prompts = [step for step in self.steps if step.is_prefill and step.wall_s]
-        if not prompts:
-            return self.known_prefill_token_s
-        return sum(step.wall_s for step in prompts) / sum(step.new_length for step in prompts)
+        total = count + sum(step.new_length for step in prompts)
+        return (count * token_s + sum(step.wall_s for step in prompts)) / total if total else None
 
     def begin_step(self, past_length: int, new_length: int, *, is_prefill: bool) -> None:
         """A forward begins: it ends the one before."""

@@ -256,6 +256,21 @@ class TestWarm:
                 next_logits(model, ours)
 
 
+def test_what_a_token_took_is_told_from_all_that_were_computed(make_cache, tmp_path, restored):
+    """A turn of a few tokens behind many says little of what computing them all again would take."""
+    model = tiny_model()
+    cache, ids = filled(model, make_cache, length=100)
+    cache.save_pretrained(tmp_path / "snapshot", token_ids=ids, model=model)
+    first = json.loads((tmp_path / "snapshot" / "manifest.json").read_text())["prefill_token_s"]
+    assert first > 0
+    ours = restored(tmp_path / "snapshot", model=model)
+    tokens(model, torch.cat([ids, ids[:, :5]], dim=1), ours, max_new_tokens=2)
+    steps = [step for step in ours._pager.meter.steps if step.is_prefill]
+    ours.save_pretrained(tmp_path / "longer", model=model)
+    second = json.loads((tmp_path / "longer" / "manifest.json").read_text())["prefill_token_s"]
+    assert second == pytest.approx((100 * first + steps[0].wall_s) / 105)
+
+
 class TestFreshProcess:
     def test_one_more_token_in_another_process(self, make_cache, tmp_path):
         model = tiny_model("gemma3")

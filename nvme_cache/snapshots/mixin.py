@@ -141,7 +141,8 @@ class SnapshotMixin:
             device = torch.get_default_device() if model is None else model.device
             snapshot.fill(cache.layers, cache._pager, device)
             cache._prompt.hold(snapshot.token_ids)
-            cache._pager.meter.known_prefill_token_s = manifest.prefill_token_s
+            if manifest.prefill_token_s is not None:
+                cache._pager.meter.known_prefill = manifest.num_tokens, manifest.prefill_token_s
             cache._unsettled = set(range(len(cache.layers)))
         except BaseException:
             cache.close()
