@@ -258,7 +258,7 @@ class NVMeLayer(CacheLayerMixin):
         if self._history is not None:
             copied._spec, copied.device, copied.batch_size = self._spec, self.device, self.batch_size
             copied._history = replace(self._history, tail=copied._new_tail([self._history.tail.states()]))
-            copied._update_length = self._update_length
+            copied._update_length, copied._is_settled = self._update_length, self._is_settled
             copied.is_initialized = True
         return copied
 

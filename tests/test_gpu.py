@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from nvme_cache import QuantizationConfig, io
+from nvme_cache import OffloadedNVMeCache, QuantizationConfig, io
 from nvme_cache.quantization import FORMATS
 
 from .conftest import FAMILIES, Pair, assert_parity, assert_same, generate, prompt, tiers, tiny_model, tokens
@@ -146,3 +146,25 @@ def test_memory_on_the_device_stays_flat_over_caches(device, make_cache):
         del pair, cache
         sizes.append(reserved())
     assert sizes[-1] == sizes[1]
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("given", ["model", "config"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_snapshots_go_on_where_the_model_is(family, given, quantization, device, make_cache, tmp_path):
+    """Saved with blocks in every tier; what is opened by a config alone is moved by its first update."""
+    model = tiny_model(family, attn_implementation="eager").to(device)
+    ids = prompt(60, 2).to(device)
+    cache = make_cache(config=model.config, block_size=16, quantization=quantization, **TIERS["mixed"])
+    longer = tokens(model, ids, cache, max_new_tokens=20)
+    cache.save_pretrained(tmp_path / "snapshot", model=model)
+    expected = tokens(model, longer, cache, max_new_tokens=20)
+    source = {"model": model} if given == "model" else {"config": model.config}
+    for host_budget in (0, 1 << 20):
+        options = {"offload_dir": cache.offload_path.parent, "host_budget": host_budget}
+        with (
+            OffloadedNVMeCache.from_pretrained(tmp_path / "snapshot", **source, **options) as ours,
+            ours.fork() as fork,
+        ):
+            assert torch.equal(tokens(model, longer, ours, max_new_tokens=20), expected)
+            assert torch.equal(tokens(model, longer, fork, max_new_tokens=20), expected)
