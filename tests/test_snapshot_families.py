@@ -83,7 +83,9 @@ def test_some_families_of_each_kind(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_every_family(tmp_path):
-    assert compare([name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name != "recurrent_gemma"], tmp_path) > 150
+    # The first keeps state outside its cache, the second puts tokens of its own before those it is given: refused.
+    refused = {"recurrent_gemma", "cpmant"}
+    assert compare([name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in refused], tmp_path) > 150
 
 
 def test_a_model_with_state_of_its_own_is_refused(tmp_path):
