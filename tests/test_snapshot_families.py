@@ -83,8 +83,8 @@ def test_some_families_of_each_kind(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_every_family(tmp_path):
-    # The first keeps state outside its cache, the second puts tokens of its own before those it is given: refused.
-    refused = {"recurrent_gemma", "cpmant"}
+    # They keep their state elsewhere than in the cache, or put tokens of their own beside those given: refused.
+    refused = {"recurrent_gemma", "cpmant", "xlm", "rwkv"}
     assert compare([name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in refused], tmp_path) > 150
 
 
