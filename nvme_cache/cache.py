@@ -311,7 +311,7 @@ class OffloadedNVMeCache(SnapshotMixin, DynamicCache):
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         memo[id(self._pager)] = self._pager.fork()
-        fresh = {"_busy": threading.RLock(), "_forward": Forward(), "_config": self._config}
+        fresh = {"_busy": threading.RLock(), "_forward": self._forward.forked(), "_config": self._config}
         for name, value in vars(self).items():
             setattr(copied, name, fresh[name] if name in fresh else copy.deepcopy(value, memo))
         return copied
@@ -346,6 +346,7 @@ class OffloadedNVMeCache(SnapshotMixin, DynamicCache):
 
     def _mend(self) -> None:
         """Takes back the tokens of a forward that was interrupted; nothing to do in the middle of a whole one."""
+        self._forward.check_thread(self)  # another thread's forward under way looks like one that was interrupted
         if self._forward.is_broken:
             self._forward.roll_back()
 

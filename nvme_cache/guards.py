@@ -259,7 +259,7 @@ class Forward:
             CacheMisuseError: another thread is generating with it.
         """
         thread = threading.get_ident()
-        if thread != self._thread and self._current.undo and _is_generating(self._thread, owner):
+        if thread != self._thread and self._current.undo and _is_computing(self._thread, owner):
             raise CacheMisuseError("this cache is in use by another thread; give each thread a cache of its own")
         self._thread = thread
 
@@ -268,6 +268,15 @@ class Forward:
         for undo in self._current.undo.values():
             undo()
         self._current = _Pass()
+
+    def forked(self) -> "Forward":
+        """What a copy of the cache goes on with: it too must refuse layers that the first forward never reached."""
+        forked = Forward()
+        forked._last_layer, forked._highest_layer = self._last_layer, self._highest_layer
+        if self._current.undo:
+            forked._last_layer = self._current.reached
+            forked._highest_layer = max(self._highest_layer, *self._current.undo)
+        return forked
 
     def reset(self) -> None:
         """Forgets all forwards."""
@@ -283,10 +292,10 @@ class _Pass:
     reached: int | None = None
 
 
-def _is_generating(thread: int, cache: object) -> bool:
-    """Whether `thread` is inside a `generate` that was given `cache`."""
+def _is_computing(thread: int, cache: object) -> bool:
+    """Whether `thread` is inside a `generate`, or a module's forward, that was given `cache`."""
     frames = _outward(sys._current_frames().get(thread))
-    return any(frame.f_code.co_name == "generate" and _was_given(frame, cache) for frame in frames)
+    return any(frame.f_code.co_name in ("generate", "_call_impl") and _was_given(frame, cache) for frame in frames)
 
 
 def _is_inside_a_model() -> bool:
@@ -301,6 +310,6 @@ def _outward(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _was_given(frame: FrameType, cache: object) -> bool:
-    kwargs: Any = frame.f_locals.get("model_kwargs")
+    kwargs: Any = frame.f_locals.get("model_kwargs", frame.f_locals.get("kwargs"))
     given = kwargs.values() if isinstance(kwargs, dict) else ()
     return any(value is cache or getattr(value, "self_attention_cache", None) is cache for value in given)

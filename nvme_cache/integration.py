@@ -1,6 +1,7 @@
 """enable(model): a cache of its own for every `generate` of a model, pipelines included."""
 
 import inspect
+from functools import partial
 from types import MethodType, TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -8,7 +9,7 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from .arguments import cache_argument
 from .cache import OffloadedNVMeCache
-from .errors import ConfigurationError
+from .errors import ConfigurationError, ShardCorruptedError
 from .reuse import Reuse, TokenPrompt
 from .snapshots import SnapshotStore
 
@@ -98,15 +99,15 @@ def enable(model: "PreTrainedModel", *, reuse: bool | SnapshotStore = False, **o
 def _generate(model: "PreTrainedModel", *args: Any, **kwargs: Any) -> Any:
     generate = cast(Any, type(model)).generate  # ours hides it on this object alone
     name = cache_argument(model)
-    config = kwargs.get("generation_config") or model.generation_config
+    option = partial(_option, model, args, kwargs)
     has_own = any(kwargs.get(known) is not None for known in ("cache", "past_key_values", "cache_implementation"))
-    use_cache = kwargs.get("use_cache", getattr(config, "use_cache", True))
-    if has_own or use_cache is False or config.cache_implementation is not None or not _takes_cache(model):
+    implementation = option("cache_implementation")
+    if has_own or option("use_cache") is False or implementation not in (None, "hybrid") or not _takes_cache(model):
         return generate(model, *args, **kwargs)
     switch: Switch = vars(model)[_SWITCHES][-1]
     prompt = None
     if switch.reuse is not None and not model.config.is_encoder_decoder:
-        prompt = TokenPrompt.of(model, args, kwargs, config)
+        prompt = TokenPrompt.of(model, args, kwargs, option)
     if switch.reuse is None or prompt is None:
         paged = OffloadedNVMeCache(config=model.config, **switch.options)
     else:
@@ -114,9 +115,13 @@ def _generate(model: "PreTrainedModel", *args: Any, **kwargs: Any) -> Any:
     cache: Cache = paged
     if model.config.is_encoder_decoder:
         cache = EncoderDecoderCache(paged, DynamicCache(config=model.config.get_text_config(decoder=True)))
+    for known in ("cache", "past_key_values"):
+        kwargs.pop(known, None)
     try:
         output = generate(model, *args, **kwargs, **{name: cache})
-    except BaseException:
+    except BaseException as error:
+        if switch.reuse is not None and isinstance(error, ShardCorruptedError):
+            switch.reuse.failed(paged)
         paged.close()
         raise
     is_part = getattr(output, name, None) is cache  # and the caller's own from now on
@@ -125,6 +130,15 @@ def _generate(model: "PreTrainedModel", *args: Any, **kwargs: Any) -> Any:
     elif not is_part:
         paged.close()
     return output
+
+
+def _option(model: "PreTrainedModel", args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
+    """What `generate` takes for an option: the argument, else what the call's config says, else the model's."""
+    if name in kwargs:
+        return kwargs[name]
+    given = args[1] if len(args) > 1 else kwargs.get("generation_config")
+    values = (getattr(config, name, None) for config in (given, model.generation_config))
+    return next((value for value in values if value is not None), None)
 
 
 def _hides_cache(model: "PreTrainedModel") -> bool:

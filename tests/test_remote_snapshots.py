@@ -613,7 +613,7 @@ class TestPlaces:
 
     def test_passwords_are_not_told(self):
         with pytest.raises((ConfigurationError, SnapshotIOError)) as raised:
-            place_of(f"ftp://me:secret@127.0.0.1:{free_port()}/shelf")
+            place_of(f"ftp://me:top@secret@127.0.0.1:{free_port()}/shelf")
         assert "ftp://127.0.0.1" in str(raised.value)
         assert "secret" not in str(raised.value)
 

@@ -5,10 +5,17 @@ import logging
 
 import pytest
 import torch
-from transformers import DynamicCache, pipeline
+from safetensors.torch import save_file
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+    pipeline,
+)
 
 import nvme_cache
-from nvme_cache import ConfigurationError, SnapshotStore
+from nvme_cache import ConfigurationError, ShardCorruptedError, SnapshotStore
 from nvme_cache.arguments import cache_argument
 
 from .conftest import prompt, tiny_hybrid, tiny_model
@@ -203,6 +210,106 @@ def test_a_cache_in_the_output_is_the_callers(enabled):
     held.close()
 
 
+def test_options_count_wherever_they_are_said(enabled):
+    model = tiny_model()
+    model.generation_config.num_beams = 3
+    counted, ids = enabled(model), prompt(70)
+    ids[0, :5] = 0
+    short = {"generation_config": GenerationConfig(max_new_tokens=9, do_sample=False)}
+    counted(ids, num_beams=1, attention_mask=(ids != 0).long())
+    assert torch.equal(model.generate(ids, **short), model.generate(ids, short["generation_config"], num_beams=3))
+    model.generation_config.num_beams = 1
+    model.generate(ids, **short)  # takes the first tokens for padding, as the model's own config says
+    seen = {"attention_mask": torch.ones_like(ids)}
+    assert torch.equal(counted(ids, **seen), fresh(model, ids, **seen))
+
+
+def test_no_cache_is_no_argument(enabled):
+    model, ids = tiny_model(), prompt(70)
+    counted = enabled(model)
+    assert torch.equal(counted(ids, **{cache_argument(model): None}), fresh(model, ids))
+
+
+@pytest.mark.parametrize("change", ["scaled", "one number", "dtype"])
+def test_other_weights_reuse_nothing(change, enabled):
+    model = tiny_model()
+    counted, ids = enabled(model), prompt(70)
+    counted(ids)
+    weight = model.model.layers[0].self_attn.v_proj.weight
+    with torch.no_grad():
+        if change == "scaled":
+            weight.mul_(3)
+        elif change == "one number":
+            weight.view(-1)[1] = 90
+        else:
+            model.to(torch.bfloat16)
+    assert torch.equal(counted(ids), fresh(model, ids))
+    assert counted.prefilled == [70, 70]
+
+
+def test_a_copied_model_reuses_what_is_its_own(enabled):
+    model = tiny_model()
+    counted, ids = enabled(model), prompt(70)
+    counted(ids)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.model.layers[0].self_attn.v_proj.weight.mul_(3)
+    assert torch.equal(other.generate(ids, max_new_tokens=20, do_sample=False), fresh(other, ids))
+    vars(other)["_nvme_cache_switches"][-1].disable()
+    assert torch.equal(counted(ids), fresh(model, ids))
+    assert counted.prefilled == [70, 1]
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_keys_that_depend_on_the_length_are_not_reused_for_another(kind, enabled):
+    rope = {"rope_type": kind, "rope_theta": 10_000.0, "factor": 4.0}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 64}
+    model = tiny_model(rope_parameters=rope, max_position_embeddings=64 if kind == "dynamic" else 256)
+    counted, ids = enabled(model), prompt(100)
+    counted(ids[:, :30])
+    counted(ids[:, :40])
+    counted(ids)
+    counted(ids[:, :40], max_new_tokens=1)
+    assert counted.prefilled == [30, 10, 100, 40]
+
+
+def test_an_answer_decoded_by_the_caller_is_given_and_not_kept(enabled):
+    def decode(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
+        cache = kwargs[cache_argument(model)]
+        for _ in range(3):
+            new = input_ids[:, cache.get_seq_length() :]
+            logits = model(new, **{cache_argument(model): cache}, use_cache=True).logits
+            input_ids = torch.cat([input_ids, logits[:, -1:].argmax(-1)], dim=1)
+        return input_ids
+
+    model = tiny_model()
+    counted, ids = enabled(model), prompt(70)
+    for _ in range(2):
+        assert torch.equal(counted(ids, custom_generate=decode), fresh(model, ids, max_new_tokens=3))
+    assert counted.prefilled == [70, 70]
+
+
+def test_positions_that_an_image_shifted_are_not_gone_on_with(enabled):
+    """Qwen-VL keeps in itself by how much the last prompt's image shifted positions."""
+    torch.manual_seed(0)
+    text = {
+        "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 300, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]},
+    }  # fmt: skip
+    vision = {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "patch_size": 4}
+    special = {"image_token_id": 290, "vision_start_token_id": 291, "vision_end_token_id": 292, "video_token_id": 293}
+    model = Qwen2VLForConditionalGeneration(Qwen2VLConfig(text_config=text, vision_config=vision, **special)).eval()
+    model.generation_config.eos_token_id = None
+    counted, ids = enabled(model), prompt(60)
+    longer = extended(counted(ids), 9)
+    assert torch.equal(counted(longer), fresh(model, longer))
+    model.model.rope_deltas = torch.tensor([[-9]])
+    assert torch.equal(counted(longer), fresh(model, longer))
+    assert counted.prefilled == [60, 10, 89]
+
+
 def test_reuse_must_be_one_of_its_kinds():
     with pytest.raises(ConfigurationError, match="must be True, False or a SnapshotStore"):
         nvme_cache.enable(tiny_model(), reuse="/mnt")
@@ -265,3 +372,34 @@ class TestStore:
             counted(ids)
         assert counted.prefilled == [70]
         assert "recomputing" in caplog.text
+
+    def test_a_damaged_snapshot_fails_one_call_only(self, enabled, tmp_path):
+        model, ids = tiny_model(), prompt(70)
+        store = SnapshotStore(tmp_path / "store", size_limit="1GB")
+        enabled(model, store)(ids)
+        for path in (tmp_path / "store").rglob("layer-001-*"):
+            damaged = bytearray(path.read_bytes())
+            damaged[5000] ^= 1
+            path.write_bytes(damaged)
+        counted = enabled(model, SnapshotStore(tmp_path / "store", size_limit="1GB"))
+        with pytest.raises(ShardCorruptedError):
+            counted(ids)
+        assert torch.equal(counted(ids), fresh(model, ids))
+        assert counted.prefilled[-1] == 70
+        assert len(store.entries()) == 1
+
+    def test_states_that_make_no_sense_match_nothing(self, enabled, tmp_path):
+        model, ids = tiny_model(), prompt(70)
+        store = SnapshotStore(tmp_path / "store", size_limit="1GB")
+        enabled(model, store)(ids)
+        for path in (tmp_path / "store").rglob("states-*"):
+            save_file({"token_ids": torch.zeros(3), "attention_mask": torch.zeros(7, 2)}, path)
+        assert torch.equal(enabled(model, store)(ids), fresh(model, ids))
+
+    def test_exact_and_quantized_snapshots_have_names_of_their_own(self, enabled, tmp_path):
+        model, ids = tiny_model(), prompt(70)
+        store = SnapshotStore(tmp_path / "store", size_limit="1GB")
+        for quantization in (None, "int8"):
+            enabled(model, store, quantization=quantization)(ids)
+        first, second = (entry.name for entry in store.entries())
+        assert first != second and store.remove(first)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from nvme_cache import ConfigurationError, OffloadedNVMeCache, SnapshotStore, StorageFullError
+from nvme_cache import ConfigurationError, OffloadDirectoryError, OffloadedNVMeCache, SnapshotStore, StorageFullError
 from nvme_cache.cli import app
 
 from .conftest import prompt, tiny_model
@@ -302,3 +302,18 @@ def test_ten_processes_share_a_store_for_a_minute(tmp_path):
     counts = stress(tmp_path / "shared", 10, 60)
     assert sum(each["saved"] for each in counts) > 100
     assert sum(each["opened"] for each in counts) > 100
+
+
+def test_a_store_must_be_a_folder(tmp_path):
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "file" / "store"):
+        with pytest.raises(OffloadDirectoryError, match="cannot make the store"):
+            SnapshotStore(path, size_limit="1GB")
+
+
+def test_what_is_pinned_stays_even_where_it_cannot_be_read(store, model, make_cache):
+    path = save(store, model, make_cache, 40)
+    store.pin(path.name)
+    manifest = (path / "manifest.json").read_text()
+    (path / "manifest.json").write_text(manifest.replace('"version": 1', '"version": 2'))
+    assert store.prune() == [] and list(path.glob("layer-*"))

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from safetensors import safe_open
 from transformers import DynamicCache
 
 from nvme_cache import (
+    CacheMisuseError,
     ConfigurationError,
     NVMeCacheError,
     OffloadedNVMeCache,
@@ -25,6 +27,7 @@ from nvme_cache import (
     SnapshotMismatchError,
 )
 from nvme_cache.arguments import cache_argument
+from nvme_cache.snapshots.identity import digest_of
 
 from .conftest import exact_int8_and_mixed, prompt, tiers, tiny_hybrid, tiny_model, tokens
 
@@ -626,3 +629,120 @@ def test_a_save_that_is_killed_leaves_the_old_snapshot_or_the_new_one(tmp_path):
     command = [sys.executable, "-W", "ignore", "-m", "tests.kill_saves", str(tmp_path), "200"]
     run = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent)
     assert run.returncode == 0, run.stderr[-3000:]
+
+
+class TestInterrupted:
+    @pytest.fixture
+    def broken(self, make_cache):
+        """A cache whose first forward never reached its upper layers."""
+        model = tiny_model()
+        cache = make_cache(config=model.config, block_size=BLOCK_SIZE)
+
+        def stop(*_):
+            raise InterruptedError
+
+        handle = model.model.layers[1].register_forward_hook(stop)
+        with pytest.raises(InterruptedError):
+            model.generate(prompt(70), **{cache_argument(model): cache}, max_new_tokens=2)
+        handle.remove()
+        return model, cache
+
+    def test_half_a_prompt_is_not_saved(self, broken, tmp_path):
+        model, cache = broken
+        with pytest.raises(CacheMisuseError, match="first forward was interrupted"):
+            cache.save_pretrained(tmp_path / "snapshot", model=model)
+        assert not (tmp_path / "snapshot").exists()
+
+    def test_a_fork_of_half_a_prompt_is_refused_as_the_cache_itself_is(self, broken):
+        model, cache = broken
+        with cache.fork() as fork, pytest.raises(CacheMisuseError, match="first forward was interrupted"):
+            next_logits(model, fork)
+
+    def test_a_save_that_fails_leaves_no_files(self, make_cache, tmp_path, monkeypatch):
+        model = tiny_model()
+        cache, ids = filled(model, make_cache)
+
+        def full(_):
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("nvme_cache.snapshots.save.sync", full)
+            with pytest.raises(OSError, match="No space"):
+                cache.save_pretrained(tmp_path / "snapshot", token_ids=ids)
+        assert set(contents(tmp_path / "snapshot")) == {"saving.lock"}
+
+
+@pytest.mark.parametrize("name", ["save", "fork", "crop"])
+@pytest.mark.parametrize("by_hand", [False, True], ids=["generate", "forward"])
+def test_a_thread_that_computes_is_not_disturbed_by_others(name, by_hand, make_cache, tmp_path):
+    model, refused = tiny_model(), []
+    cache, ids = filled(model, make_cache)
+    others = {
+        "save": lambda: cache.save_pretrained(tmp_path / "snapshot", token_ids=ids),
+        "fork": cache.fork,
+        "crop": lambda: cache.crop(-1),
+    }
+
+    def disturb(*_):
+        def run():
+            try:
+                others[name]()
+            except CacheMisuseError as error:
+                refused.append(str(error))
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+
+    stock = DynamicCache(config=model.config)
+    model(ids, **{cache_argument(model): stock}, use_cache=True)
+    expected = next_logits(model, stock), next_logits(model, stock)
+    model.model.layers[1].register_forward_hook(disturb)
+    if by_hand:
+        assert torch.equal(next_logits(model, cache), expected[0])
+        assert torch.equal(next_logits(model, cache), expected[1])
+    else:
+        longer = torch.cat([ids, torch.full((1, 1), 7)], dim=1)
+        model.generate(longer, **{cache_argument(model): cache}, max_new_tokens=3)
+    assert refused and all("in use by another thread" in each for each in refused)
+
+
+@pytest.mark.parametrize("kind", ["absolute", "relative", "link"])
+def test_going_on_in_the_same_folder_leaves_nothing_of_the_past(kind, make_cache, offload_dir, tmp_path, monkeypatch):
+    model = tiny_model()
+    cache, ids = filled(model, make_cache)
+    cache.save_pretrained(tmp_path / "snapshot", token_ids=ids)
+    cache.close()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to("snapshot")
+    folder = {"absolute": tmp_path / "snapshot", "relative": "snapshot", "link": "link"}[kind]
+    for length in (40, 33, 60):
+        options = {"offload_dir": offload_dir, "host_budget": 0}
+        with OffloadedNVMeCache.from_pretrained(folder, model=model, **options) as cache:
+            cache.crop(20 - cache.get_seq_length())
+            longer = torch.cat([ids[:, :20], prompt(length)], dim=1)
+            model.generate(longer, **{cache_argument(model): cache}, max_new_tokens=1)
+            cache.save_pretrained(folder, model=model)
+        del cache
+        manifest = json.loads((tmp_path / "snapshot" / "manifest.json").read_text())
+        named = {run["file"] for layer in manifest["layers"] for run in layer["paged"]["runs"]}
+        found = {path.name for path in (tmp_path / "snapshot").glob("*.safetensors")}
+        assert found == named | {manifest["states"]["file"]}
+
+
+def test_adapters_and_buffers_are_weights():
+    class Adapted(torch.nn.Module):
+        disable_adapters = False
+        active_adapters = ("first",)
+
+    model = tiny_model()
+    model.adapted = Adapted()
+    model.register_buffer("codes", torch.zeros(3))
+    digests = [digest_of(model)]
+    model.adapted.active_adapters = ("second",)
+    digests.append(digest_of(model))
+    model.adapted.disable_adapters = True
+    digests.append(digest_of(model))
+    model.codes[1] = 1
+    digests.append(digest_of(model))
+    assert len(set(digests)) == len(digests)

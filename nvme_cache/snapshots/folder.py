@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from nvme_cache.errors import SnapshotCorruptedError
+from nvme_cache.errors import NVMeCacheError, SnapshotCorruptedError
 
 from .manifest import MANIFEST, Manifest
 
@@ -34,8 +34,26 @@ class Use:
         self.folder = folder
         with suppress(OSError):
             descriptor = _lock(folder / _IN_USE, fcntl.LOCK_SH)
-            weakref.finalize(self, os.close, descriptor)
+            weakref.finalize(self, _leave, folder, descriptor, _manifest_on_drive(folder), os.getpid())
             os.utime(descriptor)
+
+
+def _leave(folder: Path, descriptor: int, before: tuple[int, int] | None, owner_pid: int) -> None:
+    """Lets a snapshot go; if it was saved again meanwhile, what only this use still needed is deleted."""
+    os.close(descriptor)
+    if os.getpid() == owner_pid and before is not None and _manifest_on_drive(folder) not in (None, before):
+        with suppress(OSError, NVMeCacheError), _unused(folder, _BEING_SAVED) as is_unused:
+            if is_unused:
+                tidy(folder, read_manifest(folder))
+
+
+def _manifest_on_drive(folder: Path) -> tuple[int, int] | None:
+    """What changes when a snapshot is saved again; None if there is none."""
+    try:
+        found = (folder / MANIFEST).stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
 
 
 def last_used(folder: Path) -> float:
@@ -50,8 +68,14 @@ def last_used(folder: Path) -> float:
 def saving(folder: Path) -> Iterator[str]:
     """Makes the folder if need be and keeps others from saving into it; gives what this save's file names end with."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    ending = secrets.token_hex(8)
     with locked(folder / _BEING_SAVED):
-        yield secrets.token_hex(8)
+        try:
+            yield ending
+        except BaseException:
+            for path in folder.glob(f"*-{ending}.*"):  # links, too, keep their bytes on the drive
+                path.unlink(missing_ok=True)
+            raise
 
 
 @contextmanager

@@ -1,5 +1,8 @@
 """Whose keys and values a snapshot holds, and why another model may not go on from them."""
 
+import math
+from collections.abc import Iterator
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -82,13 +85,20 @@ def check_identity(held: ModelIdentity, own: ModelIdentity, where: object) -> No
 
 @torch.no_grad()
 def digest_of(model: "PreTrainedModel") -> str:
-    """A digest of names, shapes, dtypes and some numbers of every parameter: tells fine-tunes apart at little cost."""
+    """A digest of names, shapes, dtypes and some numbers of all weights, and of which adapters are in use.
+
+    It tells fine-tunes apart at little cost.
+    """
     digest = xxhash.xxh3_128()
     samples: list[torch.Tensor] = []
-    for name, parameter in sorted(model.named_parameters()):
+    for name, parameter in sorted([*model.named_parameters(), *_kept_buffers(model)], key=itemgetter(0)):
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}\n".encode())
         numbers = parameter.detach().reshape(-1)
         samples.append(numbers[:: max(1, numbers.shape[0] // _SAMPLES)].float())
+    for name, module in model.named_modules():
+        if isinstance(disabled := getattr(module, "disable_adapters", None), bool):  # one of PEFT's
+            used = getattr(module, "active_adapters", None), getattr(module, "scaling", None)
+            digest.update(f"{name} {disabled} {used}\n".encode())
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for sample in samples:
         by_device.setdefault(sample.device, []).append(sample)
@@ -96,6 +106,37 @@ def digest_of(model: "PreTrainedModel") -> str:
         if parts[0].device.type != "meta":  # offloaded: nothing to look at
             digest.update(torch.cat(parts).cpu().contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def weights_of(model: "PreTrainedModel") -> str:
+    """As `digest_of`, within a process: tells small changes apart, too, and positions that images have shifted."""
+    versions = [0 if each.is_inference() else each._version for each in model.parameters()]
+    return f"{digest_of(model)} {hash(tuple(versions))} {shifted_by_images(model)}"
+
+
+def shifted_by_images(model: "PreTrainedModel") -> list[Any]:
+    """By how much models that keep this in themselves, as Qwen-VL do, shift positions since their last prompt."""
+    deltas = [getattr(module, "rope_deltas", None) for module in model.modules()]
+    return [each.tolist() for each in deltas if isinstance(each, torch.Tensor) and bool(each.any())]
+
+
+def length_limit(config: PreTrainedConfig) -> float:
+    """The longest sequences among which a token's keys are the same; some RoPEs stretch with the sequence."""
+    rope = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    limits = [
+        each.get("original_max_position_embeddings") or config.get_text_config(decoder=True).max_position_embeddings
+        for each in (rope, *rope.values())
+        if isinstance(each, dict) and each.get("rope_type") in ("dynamic", "longrope")
+    ]
+    return min(limits, default=math.inf)
+
+
+def _kept_buffers(model: "PreTrainedModel") -> Iterator[tuple[str, torch.Tensor]]:
+    """Buffers that are saved with a model: quantized weights, among others."""
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                yield name, buffer
 
 
 def _related(values: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from transformers import PreTrainedConfig
 
-from nvme_cache.errors import ConfigurationError
+from nvme_cache.errors import CacheMisuseError, ConfigurationError
 from nvme_cache.guards import Prompt
 from nvme_cache.pager import Pager
 from nvme_cache.placement import Tier
@@ -42,6 +42,8 @@ class SnapshotMixin:
         def _known_batch_size(self) -> int | None: ...
         def close(self) -> None: ...
         def memory_usage(self) -> dict[str, int]: ...
+        @property
+        def is_linear(self) -> list[bool]: ...
 
     def fork(self) -> Self:
         """A cache that holds the same tokens and goes its own way; `copy.deepcopy` does the same.
@@ -74,12 +76,23 @@ class SnapshotMixin:
 
         Raises:
             ConfigurationError: the token ids or the config are missing, or a layer is of a kind that cannot be saved.
+            CacheMisuseError: the first forward was interrupted, or another thread is using the cache.
             NVMeCacheError: what went wrong in the background since the last call.
             OSError: the folder cannot be written to.
             SnapshotIOError: the URL's place cannot be reached, or refuses; a snapshot that was there still is.
         """
         with self._owned():
             self._mend()
+            lengths = {
+                layer.get_seq_length()
+                for layer, is_linear in zip(self.layers, self.is_linear, strict=True)
+                if not is_linear and hasattr(layer, "get_seq_length")
+            }
+            if len(lengths) > 1:
+                raise CacheMisuseError(
+                    f"the layers hold {' and '.join(map(str, sorted(lengths)))} tokens: the first forward was "
+                    "interrupted. Call reset() and start again."
+                )
             config = self._config if model is None else model.config
             if config is None:
                 raise ConfigurationError("a cache made without a config needs save_pretrained(..., model=model)")

@@ -44,7 +44,7 @@ if TYPE_CHECKING:  # importing it takes time, and few need it
 logger = logging.getLogger(__name__)
 
 _URL = re.compile(r"([a-z][a-z0-9+.-]*::)*[a-z][a-z0-9+.-]*://", re.IGNORECASE)
-_PASSWORD = re.compile(r"(?<=://)[^/@]*@")
+_PASSWORD = re.compile(r"(?<=://)[^/]*@")
 _UPLOADS = 8  # at once, since each holds its file in memory
 _ABANDONED = timedelta(days=1)  # no save takes that long: what no manifest names by then was interrupted
 _HEADER = "header"

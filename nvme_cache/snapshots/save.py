@@ -172,7 +172,7 @@ class _Saved:
             first_token += run.length
 
     def _link(self, shard: Shard) -> str:
-        if shard.path.parent == self._folder:  # opened from this very snapshot
+        if shard.path.parent.resolve() == self._folder.resolve():  # opened from this very snapshot
             return shard.path.name
         shard.complete()
         path = self._path(shard.layer_idx)

@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 
 from nvme_cache import io
 from nvme_cache.drive import Drive
-from nvme_cache.errors import ConfigurationError, NVMeCacheError, StorageFullError
+from nvme_cache.errors import ConfigurationError, NVMeCacheError, OffloadDirectoryError, StorageFullError
 from nvme_cache.quantization import QuantizationConfig
 from nvme_cache.store import tested_drive
 from nvme_cache.units import in_bytes, parse_size
@@ -91,6 +91,7 @@ class SnapshotStore:
 
     Raises:
         ConfigurationError: an argument has a value that cannot work.
+        OffloadDirectoryError: the folder cannot be made.
 
     Example:
         >>> store = SnapshotStore("/mnt/nvme/snapshots", size_limit="200GiB")
@@ -104,7 +105,13 @@ class SnapshotStore:
         self.path = Path(directory).absolute()
         self.size_limit = parse_size("size_limit", size_limit)
         self.ttl_s = ttl_s
-        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise OffloadDirectoryError(
+                error.errno,
+                f"cannot make the store {self.path}: {error.strerror}. Pass a folder this user may write to.",
+            ) from error
 
     def save(
         self,
@@ -131,7 +138,8 @@ class SnapshotStore:
         """
         token_ids = cache.tokens_held(token_ids)
         mask = whole_mask(token_ids, attention_mask)
-        folder = self._group(model, cache.quantization) / _digest(token_ids.tolist(), mask.tolist())
+        group = self._group(model, cache.quantization)
+        folder = group / _digest(group.name, token_ids.tolist(), mask.tolist())
         folder.parent.mkdir(mode=0o700, exist_ok=True)
         with locked(self.path / _LOCK):
             if not (folder / MANIFEST).exists():
@@ -166,7 +174,10 @@ class SnapshotStore:
             with suppress(NVMeCacheError, OSError, SafetensorError):
                 manifest = read_manifest(folder)
                 with safetensors.safe_open(folder / manifest.states.file, framework="pt") as states:
-                    held = marked(states.get_tensor(TOKEN_IDS), states.get_tensor(ATTENTION_MASK))
+                    held, mask = states.get_tensor(TOKEN_IDS), states.get_tensor(ATTENTION_MASK)
+                if not held.shape == mask.shape == (manifest.batch_size, manifest.num_tokens):
+                    continue
+                held = marked(held, mask)
                 length = common_length(held, wanted)
                 if length and (manifest.croppable or length == held.shape[1]):
                     matches.append(Match(folder, manifest, held, length))
@@ -201,6 +212,12 @@ class SnapshotStore:
             ConfigurationError: there is none of this name.
         """
         return _remove(self._named(name).path)
+
+    def discard(self, path: Path) -> bool:
+        """Deletes a snapshot that turned out to be damaged, unless it is open. Returns whether it is gone."""
+        with suppress(OSError):
+            return _remove(path)
+        return not path.exists()
 
     def prune(self) -> list[str]:
         """Deletes what is too old, what was never finished, and what goes beyond the limit. Returns the names."""
@@ -237,7 +254,7 @@ class SnapshotStore:
         whole = {entry.path for entry in oldest_first}
         for group in _folders(self.path):
             for folder in _folders(group):
-                if folder not in whole:
+                if folder not in whole and not (folder / _PIN).exists():
                     _remove(folder)  # never finished, or damaged
         for entry in oldest_first:
             is_old = self.ttl_s is not None and time.time() - entry.last_used_s > self.ttl_s
