@@ -171,7 +171,8 @@ class SnapshotStore:
         wanted = marked(token_ids, whole_mask(token_ids, attention_mask))
         matches = []
         for folder in _folders(self._group(model, quantization)):
-            with suppress(NVMeCacheError, OSError, SafetensorError):
+            # What goes away meanwhile is no match; safetensors says so in several ways.
+            with suppress(NVMeCacheError, OSError, RuntimeError, SafetensorError):
                 manifest = read_manifest(folder)
                 with safetensors.safe_open(folder / manifest.states.file, framework="pt") as states:
                     held, mask = states.get_tensor(TOKEN_IDS), states.get_tensor(ATTENTION_MASK)
