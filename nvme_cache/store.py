@@ -36,9 +36,10 @@ from .shards import Sections, Shard
 logger = logging.getLogger(__name__)
 
 _FOLDER = re.compile(r"nvme-cache-(\d+|removing)-[a-z0-9_]{8}")
-# Free files come after those that a finalizer in another thread may turn into them while they are being deleted.
-_FILES = ("layer-*.safetensors", "layer-*.partial", "layer-*.free", "probe", "lock")
 _SNAPSHOT_FILES = ("states-*.safetensors", "manifest.json", "manifest-*.partial", "in-use.lock", "saving.lock")
+# Free files come after those that a finalizer in another thread may turn into them while they are being deleted; the
+# lock comes last: without it the folder may go at any moment.
+_FILES = (*_SNAPSHOT_FILES, "layer-*.safetensors", "layer-*.partial", "layer-*.free", "probe", "lock")
 _LOCK = "lock"
 RAM_FILE_SYSTEMS = {"tmpfs", "ramfs", "devtmpfs"}
 _SPARE_BYTES = 64 << 20  # what we leave free: a drive filled to the last byte breaks its other users
@@ -310,7 +311,7 @@ def _lock(folder: Path, *, create: bool) -> int | None:
 
 def _delete(folder: Path) -> None:
     """Deletes what a store or a snapshot put into `folder`, and the folder if that was all."""
-    for pattern in _FILES + _SNAPSHOT_FILES:
+    for pattern in _FILES:
         for path in folder.glob(pattern):
             path.unlink(missing_ok=True)
     with suppress(OSError):
