@@ -25,11 +25,12 @@ mutants: .venv/installed
 test-slow: .venv/installed
 	$(BIN)/python -m pytest -m slow
 
-# Tests of streams and of how blocks are stored ask nothing more of transformers than those of exact ones. (Of keys and
-# values of different dtypes the oldest makes one, so that the reference for quantized blocks would not hold there.)
+# Tests of streams, drives, files and commands ask nothing more of transformers than the others. (Of keys and values of
+# different dtypes the oldest makes one, so that the reference for quantized blocks would not hold there.)
+NOT_ON_FLOOR := adversarial test_quantization.py test_quality.py test_bench.py test_benchmarks.py test_doctor.py \
+	test_drive.py test_recycling.py test_snapshots.py test_snapshot_store.py test_remote_snapshots.py
 test-floor: .venv-floor/installed
-	.venv-floor/bin/python -m pytest --ignore tests/adversarial --ignore tests/test_quantization.py \
-		--ignore tests/test_remote_snapshots.py --ignore tests/test_snapshot_store.py -k "not int8"
+	.venv-floor/bin/python -m pytest $(NOT_ON_FLOOR:%=--ignore tests/%) -k "not int8"
 
 lint: .venv/installed
 	$(BIN)/ruff check .

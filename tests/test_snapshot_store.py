@@ -20,6 +20,12 @@ from .test_snapshots import filled, next_logits
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.fixture(autouse=True)
+def default_folder(tmp_path, monkeypatch):
+    (tmp_path / "default").mkdir()
+    monkeypatch.setenv("NVME_CACHE_DIR", str(tmp_path / "default"))
+
+
 @pytest.fixture(scope="module")
 def model():
     return tiny_model()

@@ -227,7 +227,7 @@ class TestWarm:
     def test_blocks_within_the_budget_are_read_once(self, share, make_cache, tmp_path, restored, quantization):
         model = tiny_model()
         cache, ids = filled(model, make_cache, length=40)
-        ids = tokens(model, ids, cache, max_new_tokens=100)  # one shard a block
+        ids = tokens(model, ids, cache, max_new_tokens=64)  # one shard a block
         cache.save_pretrained(tmp_path / "snapshot", model=model)
         sealed = cache.memory_usage()["nvme"]
         ours = restored(tmp_path / "snapshot", model=model, host_budget=round(share * sealed))
@@ -317,11 +317,11 @@ class TestFork:
         with torch.no_grad():
             model(ids, **{cache_argument(model): stock}, use_cache=True)
         turns = [torch.cat([ids, prompt(75 + n)[:, 70:]], dim=1) for n in range(10)]
-        expected = [tokens(model, turn, copy.deepcopy(stock), max_new_tokens=30) for turn in turns]
+        expected = [tokens(model, turn, copy.deepcopy(stock), max_new_tokens=12) for turn in turns]
 
         def go_on(turn):
             with cache.fork() as fork:
-                return tokens(model, turn, fork, max_new_tokens=30)
+                return tokens(model, turn, fork, max_new_tokens=12)
 
         before = {path.name for path in cache.offload_path.iterdir()}
         with ThreadPoolExecutor(10) as pool:

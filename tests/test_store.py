@@ -345,7 +345,7 @@ def test_the_default_folder_follows_the_environment(tmp_path, monkeypatch):
     with OffloadedNVMeCache() as cache:
         assert cache.offload_path.parent == tmp_path
     monkeypatch.delenv("NVME_CACHE_DIR")
-    monkeypatch.setattr("huggingface_hub.constants.HF_ASSETS_CACHE", str(tmp_path / "assets"))
+    monkeypatch.setattr("huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", str(tmp_path / "assets"))
     with OffloadedNVMeCache() as cache:
         assert (tmp_path / "assets" / "nvme_cache") in cache.offload_path.parents
 
