@@ -285,9 +285,9 @@ import torch
 from nvme_cache import OffloadedNVMeCache
 from tests.conftest import tiny_model
 from tests.test_snapshots import next_logits
-model = tiny_model("gemma3")
-with OffloadedNVMeCache.from_pretrained({str(tmp_path / "snapshot")!r}, model=model, offload_dir={str(tmp_path)!r}) as cache:
-    assert torch.equal(next_logits(model, cache, rows=2), torch.load({str(tmp_path / "logits")!r}))
+folder, model = {str(tmp_path)!r}, tiny_model("gemma3")
+with OffloadedNVMeCache.from_pretrained(folder + "/snapshot", model=model, offload_dir=folder) as cache:
+    assert torch.equal(next_logits(model, cache, rows=2), torch.load(folder + "/logits"))
 """
         subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parent.parent)
 
