@@ -198,9 +198,13 @@ class Forward:
     """Tells whole forward passes from broken ones by the layers they update, and takes broken ones back.
 
     An interrupt may come between any two steps here; a layer counts as reached only once its update is done.
+
+    Attributes:
+        was_whole: Whether a forward was followed by another, and so had reached every layer that it had to.
     """
 
     def __init__(self) -> None:
+        self.was_whole = False
         self._current = _Pass()
         self._last_layer: int | None = None  # where whole forwards end
         self._highest_layer = -1
@@ -238,7 +242,7 @@ class Forward:
                     "the last forward was interrupted before it reached every layer. Its tokens have been taken back: "
                     "the cache is as it was before it; call the model again."
                 )
-            self._last_layer = self._current.reached
+            self._last_layer, self.was_whole = self._current.reached, True
             self._highest_layer = max(self._highest_layer, *self._current.undo)
             self._current = _Pass()
         elif self._last_layer is not None and layer_idx > self._highest_layer:
@@ -273,6 +277,7 @@ class Forward:
         """What a copy of the cache goes on with: it too must refuse layers that the first forward never reached."""
         forked = Forward()
         forked._last_layer, forked._highest_layer = self._last_layer, self._highest_layer
+        forked.was_whole = self.was_whole
         if self._current.undo:
             forked._last_layer = self._current.reached
             forked._highest_layer = max(self._highest_layer, *self._current.undo)
@@ -280,6 +285,7 @@ class Forward:
 
     def reset(self) -> None:
         """Forgets all forwards."""
+        self.was_whole = False
         self._current = _Pass()
         self._last_layer, self._highest_layer = None, -1
 

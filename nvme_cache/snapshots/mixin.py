@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from nvme_cache.errors import CacheMisuseError, ConfigurationError
-from nvme_cache.guards import Prompt
+from nvme_cache.guards import Forward, Prompt
 from nvme_cache.pager import Pager
 from nvme_cache.placement import Tier
 from nvme_cache.quantization import QuantizationConfig
@@ -29,6 +29,7 @@ class SnapshotMixin:
 
     layers: list[Any]
     _config: PreTrainedConfig | None
+    _forward: Forward
     _pager: Pager
     _prompt: Prompt
     _unsettled: set[int]
@@ -83,20 +84,21 @@ class SnapshotMixin:
         """
         with self._owned():
             self._mend()
+            config = self._config if model is None else model.config
+            if config is None:
+                raise ConfigurationError("a cache made without a config needs save_pretrained(..., model=model)")
+            identity = identify(config, model)
             lengths = {
                 layer.get_seq_length()
                 for layer, is_linear in zip(self.layers, self.is_linear, strict=True)
                 if not is_linear and hasattr(layer, "get_seq_length")
             }
-            if len(lengths) > 1:
+            if len(lengths) > 1 and not self._forward.was_whole:
                 raise CacheMisuseError(
                     f"the layers hold {' and '.join(map(str, sorted(lengths)))} tokens: the first forward was "
                     "interrupted. Call reset() and start again."
                 )
-            config = self._config if model is None else model.config
-            if config is None:
-                raise ConfigurationError("a cache made without a config needs save_pretrained(..., model=model)")
-            identity, held, usage = identify(config, model), self.tokens_held(token_ids), self.memory_usage()
+            held, usage = self.tokens_held(token_ids), self.memory_usage()
             with saved_to(place_of(save_directory), self._pager.store, usage[Tier.DEVICE] + usage[Tier.HOST]) as folder:
                 save(
                     folder,
