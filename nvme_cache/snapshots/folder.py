@@ -31,7 +31,6 @@ class Use:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
         with suppress(OSError):
             descriptor = _lock(folder / _IN_USE, fcntl.LOCK_SH)
             weakref.finalize(self, _leave, folder, descriptor, _manifest_on_drive(folder), os.getpid())

@@ -170,11 +170,6 @@ class SnapshotMixin:
         return all(map(can_step_back, self.layers))
 
     @property
-    def block_size(self) -> int:
-        """Tokens in a block."""
-        return self._pager.block_size
-
-    @property
     def quantization(self) -> QuantizationConfig | None:
         """How sealed blocks are stored; None for exactly."""
         return self._pager.quantization

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ class Snapshot:
                     raise
         raise AssertionError("unreachable")
 
-    @property
+    @cached_property  # every run asks
     def quantization(self) -> QuantizationConfig | None:
         """How its blocks are stored."""
         if self.manifest.quantization is None:

@@ -79,7 +79,7 @@ def save(
     return manifest
 
 
-def bytes_to_save(layers: Sequence[Any], block_size: int) -> int:
+def bytes_to_save(layers: Sequence[Any]) -> int:
     """The most that a snapshot of these layers takes on the drive."""
     nbytes, tensors = 4 * _FILE_BYTES, Tensors()
     for layer in layers:

@@ -143,7 +143,7 @@ class SnapshotStore:
         folder.parent.mkdir(mode=0o700, exist_ok=True)
         with locked(self.path / _LOCK):
             if not (folder / MANIFEST).exists():
-                self._make_room(bytes_to_save(cache.layers, cache.block_size))
+                self._make_room(bytes_to_save(cache.layers))
                 cache.save_pretrained(folder, token_ids=token_ids, attention_mask=mask, model=model)
             with suppress(OSError):
                 os.utime(folder / MANIFEST)
@@ -258,10 +258,12 @@ class SnapshotStore:
             for folder in _folders(group):
                 if folder not in whole and not (folder / _PIN).exists():
                     _remove(folder)  # never finished, or damaged
+        used_bytes = self.used_bytes
         for entry in oldest_first:
             is_old = self.ttl_s is not None and time.time() - entry.last_used_s > self.ttl_s
-            if not entry.is_pinned and (is_old or self.used_bytes > limit) and _remove(entry.path):
+            if not entry.is_pinned and (is_old or used_bytes > limit) and _remove(entry.path):
                 removed.append(entry.name)
+                used_bytes = self.used_bytes
                 logger.info("evicted the snapshot %s from %s", entry.name, self.path)
         return removed
 
