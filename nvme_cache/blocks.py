@@ -214,6 +214,33 @@ def unpack(
             yield states[row, :, whole * piece_length :].unsqueeze(0), (slice(whole, whole + 1), stored)
 
 
+def merged_rows(parts: Sequence[States]) -> tuple[list[States], torch.Tensor | None]:
+    """Consecutive states with each batch row that is there several times, bit for bit, only once.
+
+    Beams and several return sequences begin with rows that are all the same.
+
+    Returns:
+        The states, and for each batch row where it is now, int64 on CPU; None if all rows differ.
+    """
+    kept: list[int] = []
+    rows: list[int] = []
+    for row in range(parts[0][0].shape[0]):
+        same = [place for place, earlier in enumerate(kept) if _are_same(parts, row, earlier)]
+        rows.append(same[0] if same else len(kept))
+        kept += [] if same else [row]
+    if len(kept) == len(rows):
+        return list(parts), None
+    index = torch.tensor(kept, device=parts[0][0].device)
+    return [(keys[index], values[index]) for keys, values in parts], torch.tensor(rows, device="cpu")
+
+
+def _are_same(parts: Sequence[States], row: int, other: int) -> bool:
+    newest = parts[-1][0][:, :, -1]  # most rows that differ do so here
+    if not torch.equal(newest[row], newest[other]):
+        return False
+    return all(torch.equal(states[row], states[other]) for part in parts for states in part)
+
+
 def cut(states: Sequence[States], start: int, length: int) -> list[States]:
     """The part of consecutive `states` that covers `length` tokens from `start` on."""
     parts = []

@@ -7,7 +7,6 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, cast
@@ -18,8 +17,9 @@ from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicLayer
 
 from .arguments import check_at_least, parse_count, parse_folder, parse_host_budget
-from .errors import CacheMisuseError, NVMeCacheError
-from .guards import Forward, GenerateCall, Progress, Prompt, is_prefilling
+from .errors import CacheMisuseError
+from .feed import Feed
+from .guards import Forward, GenerateCall, Progress, Prompt, is_prefilling, module_above
 from .layers import NVMeLayer
 from .pager import Pager
 from .placement import ASSUMED_LAYERS, BLOCK_SIZE, Budgets, Tier
@@ -27,6 +27,7 @@ from .quantization import QuantizationConfig, check_installed, parse_quantizatio
 from .resident import batch_size_of, move, undo_of
 from .snapshots import SnapshotMixin
 from .store import Store
+from .streaming import StreamingMixin, streams
 from .sweep import Sweep
 from .units import parse_size
 
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class OffloadedNVMeCache(SnapshotMixin, DynamicCache):
+class OffloadedNVMeCache(StreamingMixin, SnapshotMixin, DynamicCache):
     """A `DynamicCache` that keeps sealed blocks of keys and values in device memory, host memory and on NVMe.
 
     It returns bit for bit what `DynamicCache(config=...)` would. Sliding-window, linear-attention and other layers that
@@ -89,6 +90,8 @@ class OffloadedNVMeCache(SnapshotMixin, DynamicCache):
         verify: bool = True,
         **dynamic_cache_kwargs: bool,
     ) -> None:
+        from . import attention  # noqa: F401  makes it known to transformers; brings the code of models
+
         if isinstance(ddp_cache_data, PreTrainedConfig):
             ddp_cache_data, config = None, ddp_cache_data
         if unknown := set(dynamic_cache_kwargs) - {"offloading", "offload_only_non_sliding"}:
@@ -119,6 +122,7 @@ class OffloadedNVMeCache(SnapshotMixin, DynamicCache):
         self._unsettled: set[int] = set()
         self._grows = not stock
         self._sweep = Sweep()
+        self._feed = Feed(self._pager)
         self._busy = threading.RLock()  # an interrupt that leaves it taken does not lock its own thread out
         self._forward = Forward()
         self._prompt = Prompt()
@@ -158,7 +162,7 @@ class OffloadedNVMeCache(SnapshotMixin, DynamicCache):
             else:
                 self._forward.enter(layer_idx, undo, self)
             if isinstance(layer, NVMeLayer):
-                states = self._update_paged(layer, key_states, value_states)
+                states = self._update_paged(layer, key_states, value_states, module_above(sys._getframe(1)))
             else:
                 if layer_idx in self._unsettled:  # was restored where the model need not be
                     move(layer, key_states.device)
@@ -169,24 +173,19 @@ class OffloadedNVMeCache(SnapshotMixin, DynamicCache):
             return states
 
     def _update_paged(
-        self, layer: NVMeLayer, key_states: torch.Tensor, value_states: torch.Tensor
+        self, layer: NVMeLayer, key_states: torch.Tensor, value_states: torch.Tensor, module: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self._grows and layer.get_seq_length():
             self._pager.num_layers = len(self.layers)  # the first forward has shown them all
-        try:
-            with self._pager.meter.update(partial(self._pager.timestamp, key_states.device)):
+        with self._at_work(key_states.device):
+            if layer.can_stream and streams(module, key_states, value_states):
+                states = self._stream(layer, key_states, value_states, module)
+            else:
                 layer.prepare(key_states, value_states)
                 states = layer.extend(key_states, value_states)
-                # Last: the interpreter runs one thread at a time, and readers wake up now.
-                self._sweep.fetch_behind(layer, self._paged_layers(), self._pager.prefetch_depth(layer.sealed_nbytes))
-                return states
-        except BaseException as error:
-            self._forward.roll_back()  # so that the same call may be made again
-            if isinstance(error, NVMeCacheError):
-                self._pager.flush()  # what was taken back leaves the drive once nothing writes or reads it
-            elif isinstance(error, RuntimeError):
-                self._pager.check()  # another thread may have closed the cache
-            raise
+            # Last: the interpreter runs one thread at a time, and readers wake up now.
+            self._sweep.fetch_behind(layer, self._paged_layers(), self._pager.prefetch_depth(layer.sealed_nbytes))
+            return states
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the newest `-tokens_to_remove` tokens of every layer, all if there are fewer.
@@ -225,6 +224,7 @@ class OffloadedNVMeCache(SnapshotMixin, DynamicCache):
         self._forward.reset()
         self._prompt.forget()
         self._pager.meter.pause()
+        self._feed.abandon()
         self._pager.delete_free_files()  # of an earlier prompt, and this one had no use for them
         super().reset()
 
@@ -234,6 +234,7 @@ class OffloadedNVMeCache(SnapshotMixin, DynamicCache):
         Also done when the cache is collected and when the process ends.
         """
         self._pager.close()
+        self._feed.abandon()
         if self._busy.acquire(blocking=False):  # else another thread is about to learn that the cache is closed
             self._forward.reset()  # what would take it back holds blocks
             for layer in self._paged_layers().values():

@@ -9,12 +9,15 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 
 from .errors import CacheMisuseError
+
+_NEAR = 6  # frames: between a module and the cache stand at most another cache and what keeps code out of graphs
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,12 @@ class Progress(NamedTuple):
 def is_prefilling(frame: FrameType | None) -> bool:
     """Whether a `generate` above `frame` is processing its prompt, in one go or in chunks."""
     return any(outer.f_code.co_name == "_prefill" for outer in _outward(frame))
+
+
+def module_above(frame: FrameType | None) -> torch.nn.Module | None:
+    """The innermost module whose method is not far above `frame`: where a layer is updated, the one that attends."""
+    modules = (outer.f_locals.get("self") for outer in islice(_outward(frame), _NEAR))
+    return next((module for module in modules if isinstance(module, torch.nn.Module)), None)
 
 
 class Prompt:

@@ -19,21 +19,26 @@ class Tail:
         batch_size: Batch rows.
         capacity: Tokens it usually holds at most; for more it grows.
         device: The layer's device.
+
+    Attributes:
+        length: Tokens held.
+        exposed: Tokens that views handed out may show.
     """
 
     def __init__(self, spec: LayerSpec, batch_size: int, capacity: int, device: torch.device) -> None:
-        self.length = 0
+        self.length = self.exposed = 0
         self._spec, self._batch_size, self._device = spec, batch_size, device
         self._buffers = self._made(capacity)
 
     def append(self, states: States) -> None:
         """Adds tokens, `[batch, heads, seq_length, head_dim]` each."""
-        end = self.length + states[0].shape[2]
-        if end > (capacity := self._buffers[0].shape[2]):
-            larger = self._made(max(end, 2 * capacity))
-            for buffer, held in zip(larger, self.states(), strict=True):
+        end, capacity = self.length + states[0].shape[2], self._buffers[0].shape[2]
+        # After a crop someone may still be reading what would be written over.
+        if end > capacity or self.length < self.exposed:
+            fresh = self._made(capacity if end <= capacity else max(end, 2 * capacity))
+            for buffer, held in zip(fresh, self.states(), strict=True):
                 buffer[:, :, : self.length].copy_(held)
-            self._buffers = larger
+            self._buffers, self.exposed = fresh, 0
         for buffer, new in zip(self._buffers, states, strict=True):
             buffer[:, :, self.length : end].copy_(new)
         self.length = end

@@ -3,13 +3,14 @@
 import inspect
 from functools import partial
 from types import MethodType, TracebackType
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from .arguments import cache_argument
 from .cache import OffloadedNVMeCache
 from .errors import ConfigurationError, ShardCorruptedError
+from .handles import STREAMING
 from .reuse import Reuse, TokenPrompt
 from .snapshots import SnapshotStore
 
@@ -22,13 +23,23 @@ _SWITCHES = "_nvme_cache_switches"
 class Switch:
     """What `enable` returns: turns it off again, by `disable()` or at the end of a `with`."""
 
-    def __init__(self, model: "PreTrainedModel", options: dict[str, Any], reuse: Reuse | None) -> None:
+    def __init__(
+        self,
+        model: "PreTrainedModel",
+        options: dict[str, Any],
+        reuse: Reuse | None,
+        attended_with: dict[str, str | None] | None,
+    ) -> None:
         self._model: PreTrainedModel | None = model
+        self._attended_with = attended_with
         self.options = options
         self.reuse = reuse
 
     def disable(self) -> None:
-        """Gives the model back its own `generate`, or the one an enclosing `enable` gave it. Safe to call again."""
+        """Gives the model back what it had before: its own `generate`, or an enclosing `enable`'s, and its attention.
+
+        Safe to call again.
+        """
         model, self._model = self._model, None
         if model is None:
             return
@@ -36,6 +47,8 @@ class Switch:
         switches.remove(self)
         if not switches:
             del vars(model)[_SWITCHES], vars(model)["generate"]
+        if self._attended_with is not None:
+            model.set_attn_implementation(self._attended_with)
         if self.reuse is not None:
             self.reuse.close()
 
@@ -48,7 +61,13 @@ class Switch:
         self.disable()
 
 
-def enable(model: "PreTrainedModel", *, reuse: bool | SnapshotStore = False, **options: Any) -> Switch:
+def enable(
+    model: "PreTrainedModel",
+    *,
+    attention: Literal["streaming"] | None = None,
+    reuse: bool | SnapshotStore = False,
+    **options: Any,
+) -> Switch:
     """Gives every `generate` of `model` an `OffloadedNVMeCache` of its own, also inside pipelines.
 
     A cache the caller passes wins, and so do `use_cache=False` and `cache_implementation=...`. The cache is closed
@@ -61,6 +80,8 @@ def enable(model: "PreTrainedModel", *, reuse: bool | SnapshotStore = False, **o
 
     Args:
         model: A model that can generate.
+        attention: "streaming" to have the model read blocks as they arrive instead of a layer laid out whole, by
+            `model.set_attn_implementation("nvme_streaming")`; None to leave its attention as it is.
         reuse: True to keep the last call's cache for the next one. A `SnapshotStore` to also save the cache of every
             call and to look there, for what other processes computed as well.
         options: Arguments of `OffloadedNVMeCache` but for `config`.
@@ -87,9 +108,15 @@ def enable(model: "PreTrainedModel", *, reuse: bool | SnapshotStore = False, **o
         raise ConfigurationError(f"reuse={reuse!r} must be True, False or a SnapshotStore")
     if "generate" in vars(model) and _SWITCHES not in vars(model):
         raise ConfigurationError("this model object already has a generate of its own, put there by something else")
+    if attention not in (None, "streaming"):
+        raise ConfigurationError(f'attention={attention!r} must be None or "streaming"')
     OffloadedNVMeCache(config=model.config, **options).close()  # wrong options fail here, not in the middle of a batch
     store = reuse if isinstance(reuse, SnapshotStore) else None
-    switch = Switch(model, options, Reuse(store, options) if reuse is not False else None)
+    attended_with = None
+    if attention is not None:
+        attended_with = _attention_of(model)
+        model.set_attn_implementation(STREAMING)  # which the cache above has made known
+    switch = Switch(model, options, Reuse(store, options) if reuse is not False else None, attended_with)
     vars(model).setdefault(_SWITCHES, []).append(switch)
     # A bound method, so that a copied model generates with its own weights.
     vars(model)["generate"] = MethodType(_generate, model)
@@ -130,6 +157,13 @@ def _generate(model: "PreTrainedModel", *args: Any, **kwargs: Any) -> Any:
     elif not is_part:
         paged.close()
     return output
+
+
+def _attention_of(model: "PreTrainedModel") -> dict[str, str | None]:
+    """What the model and the models inside it attend with, as `set_attn_implementation` takes it."""
+    inner = {key: getattr(model.config, key, None) for key in model.config.sub_configs}
+    own = {key: config._attn_implementation for key, config in inner.items() if config is not None}
+    return {"": model.config._attn_implementation, **own}
 
 
 def _option(model: "PreTrainedModel", args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:

@@ -8,18 +8,19 @@ from typing import Any, NoReturn
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from .blocks import BlockRun, cut
+from .blocks import BlockRun, cut, merged_rows
 from .errors import CacheMisuseError
 from .history import History, Tail
-from .io import round_up
+from .laid_out import LaidOutMixin
 from .pager import Pager
 from .placement import Tier
+from .segments import Segment, segments_of
 from .shards import dtype_name
-from .slots import Lease, Slot
+from .slots import Lease
 from .states import LayerSpec, States, joined
 
 
-class NVMeLayer(CacheLayerMixin):
+class NVMeLayer(LaidOutMixin, CacheLayerMixin):
     """Full attention whose history is paged.
 
     Tokens older than the tail live in immutable runs of blocks. Cropping, reordering, repeating and selecting are work
@@ -37,6 +38,8 @@ class NVMeLayer(CacheLayerMixin):
     def __init__(self, pager: Pager, layer_idx: int) -> None:
         self._pager = pager
         self.layer_idx = layer_idx
+        self.is_streamed, self.can_stream = False, True
+        self._segmented: tuple[Any, list[Segment]] = None, []
         self._clear()
         pager.register(self)
 
@@ -71,6 +74,11 @@ class NVMeLayer(CacheLayerMixin):
         self._is_settled, self.is_initialized = False, True
 
     @property
+    def spec(self) -> LayerSpec:
+        """Heads, widths and dtypes of what the layer holds."""
+        return self._spec
+
+    @property
     def held(self) -> tuple[LayerSpec, History] | None:
         """What the layer holds; None if there are no tokens."""
         return None if self._history is None or self._history.length == 0 else (self._spec, self._history)
@@ -88,6 +96,36 @@ class NVMeLayer(CacheLayerMixin):
         """
         self.prepare(key_states, value_states)
         return self.extend(key_states, value_states)
+
+    def append(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[list[Segment], list[States]]:
+        """The second half of `update` where attention reads a segment at a time.
+
+        Returns:
+            The segments of what was sealed before, and the tokens behind them, in memory.
+        """
+        assert self._history is not None
+        segments, tail = self.segments, self._history.tail
+        self._abandon_slot()
+        new = key_states.detach(), value_states.detach()
+        with torch.no_grad():
+            self._append(new)
+        tail.exposed = tail.length
+        recent = [tail.states(), new] if tail is not self._history.tail else [tail.states()]
+        return segments, [states for states in recent if states[0].shape[2]]
+
+    @property
+    def segments(self) -> list[Segment]:
+        """What is sealed, in the portions in which attention reads it, and in that order."""
+        if self._history is None:
+            return []
+        held, known = self._segmented
+        if held is not self._history:  # asked for again and again
+            self._segmented = self._history, segments_of(self._history.runs, self._spec, self.device, known)
+        return self._segmented[1]
+
+    def stop_streaming(self) -> None:
+        """From the next update on the layer is laid out whole."""
+        self.can_stream = False
 
     def extend(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The second half of `update`, after `prepare` with the same states."""
@@ -110,8 +148,13 @@ class NVMeLayer(CacheLayerMixin):
             self._abandon_slot()  # from the next update on, what was sealed just now is what it was stored as
         return keys, values
 
-    def prepare(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+    def prepare(self, key_states: torch.Tensor, value_states: torch.Tensor, *, lay_out: bool = True) -> None:
         """The first half of `update`: sees to it that the layer's history is in a slot, fetching it or waiting for it.
+
+        Args:
+            key_states: As for `update`.
+            value_states: As for `update`.
+            lay_out: False if attention reads a segment at a time, so that no slot is needed.
 
         Raises:
             NVMeCacheError: as `update`.
@@ -130,7 +173,9 @@ class NVMeLayer(CacheLayerMixin):
             self._check(spec, key_states)
             if spec != self._spec and (promoted := self._spec.promoted(spec)) != self._spec:
                 self._convert(promoted)
-            self._fill_slot(past + key_states.shape[2])
+            if lay_out:
+                self.is_streamed = False
+                self._fill_slot(past + key_states.shape[2])
         self._update_length = key_states.shape[2] if past else 1  # a prompt, or the first chunk of one, tells nothing
 
     def undo(self) -> Callable[[], None]:
@@ -148,17 +193,6 @@ class NVMeLayer(CacheLayerMixin):
                 self._history, self._spec, self.batch_size = held
 
         return take_back
-
-    def prefetch_beside(self, current: "NVMeLayer") -> bool:
-        """Starts filling a slot for the next update while `current`'s stays in use.
-
-        Returns:
-            False if no slot is free for it.
-        """
-        if self.get_seq_length() == 0 or (self._lease is not None and self._lease.is_valid):
-            return True
-        self._lease = self._fetch(self.get_seq_length() + self._update_length, keep=current._lease, steal=False)
-        return self._lease is not None
 
     @property
     def sealed_nbytes(self) -> int:
@@ -259,6 +293,7 @@ class NVMeLayer(CacheLayerMixin):
             copied._spec, copied.device, copied.batch_size = self._spec, self.device, self.batch_size
             copied._history = replace(self._history, tail=copied._new_tail([self._history.tail.states()]))
             copied._update_length, copied._is_settled = self._update_length, self._is_settled
+            copied.can_stream = self.can_stream
             copied.is_initialized = True
         return copied
 
@@ -285,7 +320,10 @@ class NVMeLayer(CacheLayerMixin):
             tail.append(states)
             return
         pending = [tail.states(), states]
-        sealed = self._pager.seal(self, self._spec, cut(pending, 0, due), first_token=sealed_length)
+        # Rows that are the same are stored, and read, once. Only a prompt's are: beams go their own ways.
+        to_seal, rows = merged_rows(cut(pending, 0, due)) if is_long else (cut(pending, 0, due), None)
+        sealed = self._pager.seal(self, self._spec, to_seal, first_token=sealed_length)
+        sealed = sealed if rows is None else [run.with_rows(rows) for run in sealed]
         # A new tail: copies out of the old one's memory may still be under way.
         rest = self._new_tail(cut(pending, due, tail.length + count - due))
         self._history = History((*history.runs, *sealed), sealed_length + due, rest)
@@ -295,45 +333,6 @@ class NVMeLayer(CacheLayerMixin):
         for part in parts:
             tail.append(part)
         return tail
-
-    def _fill_slot(self, length: int) -> None:
-        """Sees to it that a slot with room for `length` tokens holds the sealed ones."""
-        assert self._history is not None
-        if self._lease is not None and self._lease.is_valid:
-            slot = self._lease.slot
-            # Appending after a crop would overwrite tokens that a tensor returned earlier still shows.
-            overwrites = self._history.length < slot.exposed and slot.is_shared()
-            # An interrupt may have come between sealing tokens and putting them into the slot.
-            lacks = slot.filled < self._history.sealed_length
-            if overwrites or lacks or not slot.serves(length):
-                slot.abandon()
-        while True:
-            if self._lease is None or not self._lease.is_valid:
-                self._lease = self._fetch(length, keep=None, steal=True)
-            assert self._lease is not None
-            if self._pager.wait(self._lease, self.device):
-                return
-
-    @torch.no_grad()
-    def _complete_slot(self) -> Slot:
-        """The layer's filled slot, with the tail in place too."""
-        assert self._history is not None and self._lease is not None
-        slot = self._lease.slot
-        slot.append(self._history.tail.states(slot.filled - self._history.sealed_length))
-        return slot
-
-    def _fetch(self, length: int, *, keep: Lease | None, steal: bool) -> Lease | None:
-        # Whole blocks of capacity let the drive fill a slot directly; one to spare lets decoding go on in it.
-        capacity = round_up(length, self._pager.block_size) + self._pager.block_size
-        runs = () if self._history is None else self._history.runs
-        return self._pager.fetch(
-            self.device, self._spec, self.batch_size, runs, capacity=capacity, keep=keep, steal=steal
-        )
-
-    def _abandon_slot(self) -> None:
-        if self._lease is not None and self._lease.is_valid:
-            self._lease.slot.abandon()
-        self._lease = None
 
     def _select_rows(self, index: torch.Tensor) -> None:
         if self._history is None or self._history.length == 0:

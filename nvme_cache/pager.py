@@ -31,6 +31,7 @@ from .store import Store
 from .transfer import Timestamp, transfer_for
 
 _THREAD_PREFIX = "nvme-cache"
+_SEGMENTS_BYTES = 40 << 20  # laid out at a time
 _THREADS_PER_READ = 2  # one reads while the other checks or decodes
 
 
@@ -127,6 +128,7 @@ class Pager:
             self._writer.flush()
             for lane in self._lanes.values():
                 lane.slots.wait()
+                lane.segment_slots.wait()
 
     def close(self) -> None:
         """Waits for work in flight, then deletes the shards. Safe to call again."""
@@ -218,6 +220,11 @@ class Pager:
             return self._store.drive.prefetch_depth(layer_bytes, is_exact=self.is_exact)
         return self._prefetch_depth
 
+    def segments_ahead(self, stored_bytes: int, laid_out_bytes: int) -> int:
+        """How many segments to fetch ahead; unless told, no more than fit in the memory there is for all of them."""
+        depth = self.prefetch_depth(stored_bytes)
+        return depth if self._prefetch_depth is not None else max(1, min(depth, _SEGMENTS_BYTES // laid_out_bytes - 1))
+
     def timestamp(self, device: torch.device) -> Timestamp:
         """How far the model's computation on `device` has got."""
         return self._lane(device).transfer.timestamp()
@@ -232,6 +239,7 @@ class Pager:
         capacity: int,
         keep: Lease | None,
         steal: bool,
+        ahead: int | None = None,
     ) -> Lease | None:
         """Starts laying a layer's runs out in a slot.
 
@@ -243,13 +251,15 @@ class Pager:
             capacity: Tokens to leave room for, at least.
             keep: A lease whose slot must stay as it is.
             steal: Whether to take a slot from a layer it is being filled for ahead.
+            ahead: If this is a segment, how many are fetched ahead; segments have slots of their own size.
 
         Returns:
             The lease, whose slot's tasks are under way; None if no slot is to be had.
         """
         lane = self._lane(device)
-        num_slots = self.prefetch_depth(sum(run.nbytes for run in runs)) + 1
-        slot = lane.slots.acquire(keep.slot if keep else None, num_slots, steal=steal)
+        num_slots = 1 + (self.prefetch_depth(sum(run.nbytes for run in runs)) if ahead is None else ahead)
+        pool = lane.slots if ahead is None else lane.segment_slots
+        slot = pool.acquire(keep.slot if keep else None, num_slots, steal=steal)
         if slot is None:
             return None
         slot.lay_out(spec, batch_size, capacity)
@@ -259,14 +269,16 @@ class Pager:
         try:
             if residents:
                 slot.tasks.append(self._readers.submit(lane.filler.copy, residents, after))
-            for group in fetch.split(reads, self._io_threads):
+            # Of several segments under way each is one thread's work: few long reads cost less than many short ones.
+            threads = -(-self._io_threads // ahead) if ahead else self._io_threads
+            for group in fetch.split(reads, threads):
                 slot.tasks.append(self._readers.submit(lane.filler.read, group, after))
         except BaseException:
             slot.abandon()
             raise
         self.meter.read_bytes += read_bytes
         self.meter.copied_bytes += sum(part.nbytes for resident in residents for part in resident.parts)
-        return Lease(slot, slot.tenancy)
+        return Lease(slot, slot.tenancy, pool)
 
     def wait(self, lease: Lease, device: torch.device) -> bool:
         """Waits until the leased slot is filled; computation on the device is made to wait for the last copies.
@@ -295,7 +307,7 @@ class Pager:
         last = max(filled, key=lambda part: part.ended_s, default=None)
         if last is not None and last.ended_s > began_s:
             self.meter.waited(split(began_s, ended_s, tuple(last.phases)))
-        lane.slots.trim(slot)
+        lease.pool.trim(slot)
         return True
 
     def _lane(self, device: torch.device) -> Lane:
@@ -303,7 +315,8 @@ class Pager:
             transfer = transfer_for(device)
             staging = StagingPool(_THREADS_PER_READ * self._io_threads + 2, MAX_SECTION_BYTES, transfer)
             filler = fetch.Filler(transfer, staging, self.meter, self._turns, self._verify)
-            self._lanes[device] = Lane(transfer, SlotPool(transfer), staging, filler, packed=transfer.record())
+            slots, segment_slots = SlotPool(transfer), SlotPool(transfer)
+            self._lanes[device] = Lane(transfer, slots, segment_slots, staging, filler, packed=transfer.record())
         return self._lanes[device]
 
 

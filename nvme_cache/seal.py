@@ -30,6 +30,7 @@ class Lane:
 
     transfer: Transfer
     slots: SlotPool
+    segment_slots: SlotPool
     staging: StagingPool
     filler: Filler
     packed: Event
@@ -97,7 +98,8 @@ class Sealer:
                 size = count if tier is Tier.DEVICE and codecs == _EXACT else min(count, limit)
                 if tier is Tier.HOST:  # pinned memory comes in powers of two
                     size = 1 << (size.bit_length() - 1)
-                pieces = 1 if lane.transfer.is_host and codecs == _EXACT else size
+                stays = lane.transfer.is_host or tier is Tier.DEVICE
+                pieces = 1 if stays and codecs == _EXACT else size
                 layout = Layout(spec, batch_size, codecs, pieces, size // pieces * self.block_size)
                 length = size * self.block_size
                 part = cut(states, start, length)

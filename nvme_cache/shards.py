@@ -28,7 +28,7 @@ from .buffers import HostBuffer, shaped
 from .errors import ConfigurationError, ShardCorruptedError, ShardIOError
 
 FORMAT_VERSION = "1"
-MAX_SECTION_BYTES = 16 << 20
+MAX_SECTION_BYTES = 6 << 20
 
 _open_shards: "weakref.WeakSet[Shard]" = weakref.WeakSet()  # they share the process's descriptors
 

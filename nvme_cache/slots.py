@@ -163,19 +163,6 @@ class Slot:
         return int(torch._C._storage_Use_Count(self._storage._cdata))
 
 
-@dataclass(frozen=True, slots=True)
-class Lease:
-    """A layer's hold on a slot, valid until the slot passes to another layer."""
-
-    slot: Slot
-    tenancy: int
-
-    @property
-    def is_valid(self) -> bool:
-        """Whether the slot still holds this layer."""
-        return self.slot.tenancy == self.tenancy
-
-
 class SlotPool:
     """The slots of one device.
 
@@ -237,3 +224,17 @@ class SlotPool:
         """Waits until nothing is filling any slot."""
         for slot in self._slots:
             wait(slot.tasks)
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A layer's hold on a slot, valid until the slot passes to another layer."""
+
+    slot: Slot
+    tenancy: int
+    pool: SlotPool
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether the slot still holds this layer."""
+        return self.slot.tenancy == self.tenancy

@@ -1,6 +1,7 @@
 """The order in which a model updates its layers: the same in every step, so that the next ones can be fetched ahead."""
 
 from collections.abc import Iterator, Mapping
+from itertools import islice
 
 from .layers import NVMeLayer
 
@@ -18,9 +19,15 @@ class Sweep:
         if self._last is not None:
             self._successors[self._last] = here
         self._last = here
-        for ahead, _ in zip(self._following(here, sorted(paged)), range(depth), strict=False):
-            if not paged[ahead].prefetch_beside(current):
+        for ahead, _ in zip(self.following(current, paged), range(depth), strict=False):
+            if not ahead.prefetch_beside(current):
                 return
+
+    def following(self, current: NVMeLayer, paged: Mapping[int, NVMeLayer]) -> Iterator[NVMeLayer]:
+        """The layers behind `current`, each once, as far as the order is known."""
+        here = next(layer_idx for layer_idx, layer in paged.items() if layer is current)
+        for ahead in islice(self._following(here, sorted(paged)), len(paged) - 1):
+            yield paged[ahead]
 
     def _following(self, here: int, in_order: list[int]) -> Iterator[int]:
         ahead = here

@@ -1,0 +1,150 @@
+"""Kernels: attention over a stretch of keys and values, with what it takes to merge it with others.
+
+All of them compute in float32 at least, whatever keys and values are stored as. Fused kernels round their output to the
+dtype of their inputs; merging outputs so rounded would double the error of attending at once. Where a processor
+attends, its caches hold a stretch while it is converted and read, so that float32 costs no time.
+"""
+
+import math
+import threading
+from collections.abc import Iterator
+from typing import TypeAlias
+
+import torch
+
+from nvme_cache.states import States
+from nvme_cache.transfer import transfer_for
+
+Partial: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+
+_own = threading.local()
+
+_STRETCH_BYTES = 8 << 20  # of float32 keys and values: what the processor's last cache holds beside other things
+_SCORES_BYTES = 32 << 20
+_LEAST_SPLIT = 256  # tokens
+_GRANULE = 256  # tokens
+
+
+def is_fused(device: torch.device, softcap: float | None, key_width: int, value_width: int) -> bool:
+    """Whether scores need not be held in memory."""
+    return device.type == "cpu" and softcap is None and key_width == value_width
+
+
+def stretches(keys: torch.Tensor, values: torch.Tensor, num_queries: int, *, fused: bool) -> Iterator[tuple[int, int]]:
+    """First and last tokens of the stretches to attend to, one after the other.
+
+    Args:
+        keys: `[batch, heads, length, head_dim]`.
+        values: Likewise; heads may be as wide as they like.
+        num_queries: Queries of each of these heads.
+        fused: As `is_fused` says.
+    """
+    token_bytes = 4 * keys.shape[0] * keys.shape[1] * (keys.shape[3] + values.shape[3])
+    count = _STRETCH_BYTES // token_bytes
+    if not fused:
+        count = min(count, _SCORES_BYTES // (4 * keys.shape[0] * keys.shape[1] * min(num_queries, _GRANULE)))
+    length, most = keys.shape[2], max(1, count // _GRANULE) * _GRANULE
+    count = -(-length // -(-length // most))  # all of about one size
+    count = -(-count // _GRANULE) * _GRANULE
+    for start in range(0, length, count):
+        yield start, min(start + count, length)
+
+
+def queries_at_once(num_heads: int, num_keys: int) -> int:
+    """How many queries of `num_heads` heads may have their scores, or a mask, in memory."""
+    return max(1, _SCORES_BYTES // (4 * num_heads * num_keys))
+
+
+class Kernel:
+    """Attention of one layer's queries over stretches of its keys and values.
+
+    Args:
+        scaling: What scores are multiplied by.
+        softcap: `scores = softcap * tanh(scores / softcap)` before a bias is added; None for no such limit.
+    """
+
+    def __init__(self, scaling: float, softcap: float | None = None) -> None:
+        self._scaling, self._softcap = scaling, softcap
+
+    def attend(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> Partial:
+        """Attention over one stretch.
+
+        Args:
+            queries: `[batch, heads, num_queries, head_dim]`, float32 or float64.
+            keys: `[batch, heads, length, head_dim]`, any dtype.
+            values: `[batch, heads, length, value_dim]`, any dtype.
+            bias: What is added to scores, `[batch, 1 or heads, num_queries, length]`, of the queries' dtype.
+
+        Returns:
+            The output, `[batch, heads, parts, num_queries, value_dim]`, and the logarithm of the sum of exponentials of
+            scores, `[batch, heads, parts, num_queries]`: -inf, with an output of 0, where the bias leaves nothing. Each
+            part is of another share of the tokens.
+        """
+        near_keys, near_values = _converted(keys, values, queries.dtype)
+        if is_fused(queries.device, self._softcap, keys.shape[3], values.shape[3]):
+            return _fused(queries, near_keys, near_values, self._scaling, bias)
+        scores = torch.matmul(queries * self._scaling, near_keys.transpose(2, 3))
+        if self._softcap is not None:
+            scores = scores.div_(self._softcap).tanh_().mul_(self._softcap)
+        if bias is not None:
+            scores += bias
+        totals = scores.logsumexp(-1)
+        weights = scores.sub_(totals.masked_fill(totals == -math.inf, 0).unsqueeze(-1)).exp_()
+        return torch.matmul(weights, near_values).unsqueeze(2), totals.unsqueeze(2)
+
+
+def merged(partials: list[Partial]) -> Partial:
+    """What attending to everything at once would have given: one part, with its total."""
+    outputs, totals = (torch.cat(parts, dim=2) for parts in zip(*partials, strict=True))
+    return _combined(outputs, totals).unsqueeze(2), totals.logsumexp(2, keepdim=True)
+
+
+def combined(partials: list[Partial]) -> torch.Tensor:
+    """The output alone, `[batch, heads, num_queries, value_dim]`."""
+    return _combined(*(torch.cat(parts, dim=2) for parts in zip(*partials, strict=True)))
+
+
+def _combined(outputs: torch.Tensor, totals: torch.Tensor) -> torch.Tensor:
+    if totals.shape[2] == 1:
+        return outputs.squeeze(2)
+    weights = totals.softmax(2).nan_to_num_(0.0)  # NaN where nothing is left to attend to
+    return outputs.mul_(weights.unsqueeze(-1)).sum(2)
+
+
+def _converted(keys: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> States:
+    if keys.device.type != "cpu" or (keys.dtype == dtype and values.dtype == dtype):
+        return keys.to(dtype), values.to(dtype)
+    # The same memory for every stretch: it stays in the processor's caches, and no page of it is new.
+    sizes = [part.numel() * dtype.itemsize for part in (keys, values)]
+    memory: torch.Tensor | None = getattr(_own, "memory", None)
+    if memory is None or memory.numel() < sum(sizes):
+        memory = _own.memory = transfer_for(keys.device).host_memory(sum(sizes))
+    near_keys, near_values = (
+        part.view(dtype).view(states.shape).copy_(states)
+        for part, states in zip(memory[: sum(sizes)].split(sizes), (keys, values), strict=True)
+    )
+    return near_keys, near_values
+
+
+def _fused(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float, bias: torch.Tensor | None
+) -> Partial:
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    if bias is not None:
+        output, totals = flash(queries, keys, values, attn_mask=bias, scale=scaling)
+        totals = totals.masked_fill((bias == -math.inf).all(-1), -math.inf)  # it says 0 there
+        return output.unsqueeze(2), totals.unsqueeze(2)
+    # Each head of each row is one thread's work. Where there are too few of them, tokens are split too.
+    batch_size, num_heads, length, _ = keys.shape
+    wanted = -(-2 * torch.get_num_threads() // (num_heads * -(-queries.shape[2] // 32)))
+    splits = 1 << (wanted - 1).bit_length()
+    while splits > 1 and (length % splits or length // splits < _LEAST_SPLIT):
+        splits //= 2
+    if splits == 1 or batch_size > 1:
+        output, totals = flash(queries, keys, values, scale=scaling)
+        return output.unsqueeze(2), totals.unsqueeze(2)
+    shares = (part[0].unflatten(1, (splits, -1)).transpose(0, 1) for part in (keys, values))
+    output, totals = flash(queries.expand(splits, -1, -1, -1), *shares, scale=scaling)
+    return output.transpose(0, 1).unsqueeze(0), totals.transpose(0, 1).unsqueeze(0)
