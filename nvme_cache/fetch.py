@@ -93,8 +93,14 @@ class Resident:
     target: Target
 
 
-def plan(slot: Slot, runs: Sequence[BlockRun]) -> tuple[list[Read], list[Resident]]:
-    """What brings `runs` into a freshly laid out `slot`, from its first token on; the slot counts as filled by it."""
+def plan(slot: Slot, runs: Sequence[BlockRun], *, in_parts: bool) -> tuple[list[Read], list[Resident]]:
+    """What brings `runs` into a freshly laid out `slot`, from its first token on; the slot counts as filled by it.
+
+    Args:
+        slot: The slot.
+        runs: What to lay out.
+        in_parts: Whether several threads will read.
+    """
     reads: list[Read] = []
     residents: list[Resident] = []
     for run in runs:
@@ -103,19 +109,21 @@ def plan(slot: Slot, runs: Sequence[BlockRun]) -> tuple[list[Read], list[Residen
             for index, codec in enumerate(run.layout.codecs)
         )
         if isinstance(run.blocks, Shard):
-            reads += _reads(run, run.blocks, targets, None)
+            reads += _reads(run, run.blocks, targets, None, in_parts=in_parts)
         elif run.blocks.parts is not None:
             residents += map(Resident, run.blocks.parts, targets)
         elif isinstance(run.blocks, WarmBlocks):
-            reads += _reads(run, run.blocks.shard, targets, run.blocks)
+            reads += _reads(run, run.blocks.shard, targets, run.blocks, in_parts=in_parts)
         slot.filled += run.length
     return reads, residents
 
 
-def _reads(run: BlockRun, shard: Shard, targets: Sequence[Target], warm: WarmBlocks | None) -> Iterator[Read]:
+def _reads(
+    run: BlockRun, shard: Shard, targets: Sequence[Target], warm: WarmBlocks | None, *, in_parts: bool
+) -> Iterator[Read]:
     pairs = list(zip(shard.sections, targets, strict=True))
     # Large shards are worth two threads; small ones are read in one go, since calls cost more than bytes.
-    for part in [pairs] if run.nbytes < _WORTH_SPLITTING else [[pair] for pair in pairs]:
+    for part in [[pair] for pair in pairs] if in_parts and run.nbytes >= _WORTH_SPLITTING else [pairs]:
         rows = []
         if run.rows is None and run.is_whole and warm is None:
             for sections, target in part:

@@ -263,14 +263,14 @@ class Pager:
         if slot is None:
             return None
         slot.lay_out(spec, batch_size, capacity)
-        reads, residents = fetch.plan(slot, runs)
+        # Of several segments under way each is one thread's work: few long reads cost less than many short ones.
+        threads = -(-self._io_threads // ahead) if ahead else self._io_threads
+        reads, residents = fetch.plan(slot, runs, in_parts=threads > 1)
         read_bytes = sum(read.nbytes for read in reads)  # tasks empty what they are given
         after = lane.transfer.mark()
         try:
             if residents:
                 slot.tasks.append(self._readers.submit(lane.filler.copy, residents, after))
-            # Of several segments under way each is one thread's work: few long reads cost less than many short ones.
-            threads = -(-self._io_threads // ahead) if ahead else self._io_threads
             for group in fetch.split(reads, threads):
                 slot.tasks.append(self._readers.submit(lane.filler.read, group, after))
         except BaseException:

@@ -15,7 +15,7 @@ class Sweep:
 
     def fetch_behind(self, current: NVMeLayer, paged: Mapping[int, NVMeLayer], depth: int) -> None:
         """Starts fetching the `depth` layers that follow `current`, which has just been updated, among `paged`."""
-        here = next(layer_idx for layer_idx, layer in paged.items() if layer is current)
+        here = current.layer_idx
         if self._last is not None:
             self._successors[self._last] = here
         self._last = here
@@ -25,7 +25,7 @@ class Sweep:
 
     def following(self, current: NVMeLayer, paged: Mapping[int, NVMeLayer]) -> Iterator[NVMeLayer]:
         """The layers behind `current`, each once, as far as the order is known."""
-        here = next(layer_idx for layer_idx, layer in paged.items() if layer is current)
+        here = current.layer_idx
         for ahead in islice(self._following(here, sorted(paged)), len(paged) - 1):
             yield paged[ahead]
 
