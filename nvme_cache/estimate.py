@@ -10,11 +10,14 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from transformers import PreTrainedConfig
+
 from .arguments import check_at_least, parse_dtype, parse_host_budget
 from .drive import Drive
 from .footprint import Footprint, footprint_of, read_config
 from .machine import Machine, machine_of
 from .placement import BLOCK_SIZE, Budgets, Tier, place
+from .prefill import advised_chunk
 from .quantization import parse_quantization
 from .tax import Prediction, predict
 from .units import in_bytes, parse_size
@@ -155,6 +158,8 @@ def run(request: Request) -> Report:
     made_for = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     if made_for and max(request.contexts) > made_for:
         notes.append(f"context: the model is made for {made_for:,} tokens")
+    if machine.flops_per_s is not None and footprint.paged:
+        notes.append(_about_chunks(request, config, footprint, machine))
     estimates = [estimate(footprint, plan, machine) for plan in _plans(request, footprint, machine)]
     if len(set(request.quantizations)) > 1:
         longest = [found for found in estimates if found.plan.context == max(request.contexts)]
@@ -162,6 +167,22 @@ def run(request: Request) -> Report:
         named = fastest.quantization or "exact blocks"
         notes.append(f"quantization: {named} the fastest here at {fastest.context:,} tokens")
     return Report(request.model, machine, estimates, notes)
+
+
+def _about_chunks(request: Request, config: PreTrainedConfig, footprint: Footprint, machine: Machine) -> str:
+    assert machine.flops_per_s is not None
+    chunk = advised_chunk(
+        footprint,
+        config,
+        nvme_bytes_per_s=machine.nvme_bytes_per_s,
+        flops_per_s=machine.flops_per_s,
+        memory_bytes=machine.memory_bytes,
+        batch_size=request.batch_size,
+    )
+    said = f"prefill: with streaming attention in chunks of {chunk.tokens:,} tokens (prefill_chunk_size): "
+    if chunk.read_over_attend <= 1:
+        return said + "reading back what came before takes no longer than attending to it"
+    return said + f"more do not fit; reading what came before takes {chunk.read_over_attend:.1f} times its attention"
 
 
 def _plans(request: Request, footprint: Footprint, machine: Machine) -> list[Plan]:

@@ -23,6 +23,7 @@ from .units import in_bytes, parse_rate, parse_size
 
 _TEST_BYTES = 128 << 20  # more than processors cache
 _TEST_S = 0.1
+_MATRIX = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,7 @@ class Machine:
         pcie_bytes_per_s: What the link moves to the device; None where the model computes on the host.
         copy_bytes_per_s: What copies in memory move where the model computes; None where nothing needs it.
         dequantize_bytes_per_s: Keys and values that a core dequantizes, by format; empty where the device does it.
+        flops_per_s: Operations that matrix products do where the model computes; None if that is not this machine.
         compute_s: Seconds of compute per step; None for as long as reading weights and cache from memory takes.
         memory_bytes: Free where the model computes; None if unknown.
         host_bytes: Most that a host budget may be.
@@ -45,6 +47,7 @@ class Machine:
     pcie_bytes_per_s: float | None
     copy_bytes_per_s: float | None
     dequantize_bytes_per_s: Mapping[str, float]
+    flops_per_s: float | None
     compute_s: float | None
     memory_bytes: int | None
     host_bytes: int
@@ -127,6 +130,7 @@ def machine_of(
         pcie_bytes_per_s=pcie_rate,
         copy_bytes_per_s=copies,
         dequantize_bytes_per_s=_dequantize_rates(formats, dtype, said) if pcie_rate is None else {},
+        flops_per_s=flops_rate(device, dtype) if here is not None or pcie_rate is None else None,
         compute_s=None if compute_ms is None else compute_ms / 1e3,
         memory_bytes=memory_bytes,
         host_bytes=available_bytes(),
@@ -191,6 +195,20 @@ def copy_rate(transfer: Transfer, target: torch.Tensor, source: torch.Tensor) ->
         transfer.record().synchronize()
         samples.append(target.nbytes / (time.perf_counter() - started))
     return statistics.median(samples[1:])  # the first also faults the target in
+
+
+def flops_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Operations per second of large matrix products, a multiplication and an addition being two."""
+    left, right = (torch.ones(_MATRIX, _MATRIX, dtype=dtype, device=device) for _ in range(2))
+    transfer = transfer_for(device)
+    samples: list[float] = []
+    began = time.perf_counter()
+    while len(samples) < 3 or time.perf_counter() - began < _TEST_S:
+        started = time.perf_counter()
+        left @ right
+        transfer.mark().synchronize()
+        samples.append(2 * _MATRIX**3 / (time.perf_counter() - started))
+    return statistics.median(samples[1:])
 
 
 def dequantize_rate(name: str, dtype: torch.dtype) -> float:

@@ -4,10 +4,12 @@ import json
 
 import pytest
 import torch
-from transformers import MistralConfig
+from transformers import LlamaConfig, MistralConfig
 from typer.testing import CliRunner
 
 from nvme_cache.cli import app
+from nvme_cache.footprint import footprint_of
+from nvme_cache.prefill import advised_chunk
 
 from .test_footprint import LLAMA_8B
 from .test_tax import INT8_BITS, INT8_BITS_OF_TABLE, LIMITS, rounds_to
@@ -178,3 +180,37 @@ def test_wrong_values_are_named(args, said, llama, tmp_path):
     assert result.stdout == ""
     assert said in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+class TestChunks:
+    """docs/streaming.md: the shortest chunk whose reading hides behind its attention."""
+
+    CONFIG = LlamaConfig(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=2, num_attention_heads=32, num_key_value_heads=8,
+        head_dim=128, dtype=torch.bfloat16,
+    )  # fmt: skip
+
+    def advised(self, **options):
+        rates = {"nvme_bytes_per_s": 7e9, "flops_per_s": 2.5e14} | options
+        return advised_chunk(footprint_of(self.CONFIG), self.CONFIG, **rates)
+
+    def test_closed_form(self):
+        # 4,096 bytes a token and layer at 7 GB/s; 4 * 4,096 operations for a query and a key.
+        least = 4096 * 2.5e14 / (4 * 4096 * 7e9)
+        chunk = self.advised()
+        assert least <= chunk.tokens < least + 256
+        assert chunk.read_over_attend == pytest.approx(least / chunk.tokens)
+        assert chunk.tokens % 256 == 0
+
+    def test_a_faster_drive_or_smaller_blocks_need_less(self):
+        assert self.advised(nvme_bytes_per_s=14e9).tokens < self.advised().tokens
+        assert self.advised(quantization="int8").tokens < 0.6 * self.advised().tokens
+        assert self.advised(nvme_bytes_per_s=1e15).tokens == 256
+
+    def test_memory_limits_it(self):
+        # 2 bytes * (4 * 4,096 + 3 * 14,336 + 2 * 4,096) a token; a quarter of the memory.
+        token_bytes = 2 * (4 * 4096 + 3 * 14336 + 2 * 4096)
+        chunk = self.advised(memory_bytes=4 * 1000 * token_bytes)
+        assert chunk.tokens == 768
+        assert chunk.read_over_attend > 1
+        assert self.advised(memory_bytes=4 * 1000 * token_bytes, batch_size=2).tokens == 256

@@ -21,7 +21,7 @@ LEVELS = [
     {"buffers", "footprint", "meter"},
     {"drive", "shards", "tax"},
     {"blocks", "store"},
-    {"slots", "spill", "history", "machine", "segments"},
+    {"slots", "spill", "history", "machine", "segments", "prefill"},
     {"fetch", "estimate", "handles"},
     {"seal", "attention"},
     {"pager"},

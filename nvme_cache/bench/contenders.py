@@ -12,13 +12,19 @@ from transformers import DynamicCache, LlamaConfig
 from nvme_cache import OffloadedNVMeCache
 from nvme_cache.states import States
 
+from .models import token_bytes
 from .resident import ResidentCache
 from .site import drop_pages
 
 STOCK, OURS, OURS_UNVERIFIED, OLLM = "DynamicCache", "nvme-cache", "nvme-cache, unverified", "ollm"
+STREAMED, HALF_STREAMED = "nvme-cache, streaming", "nvme-cache, streaming, half in memory"
 SAFETENSORS, TORCH_SAVE = "safetensors per layer", "torch.save per layer"
-FREE = "a cache that costs nothing"  # three layers in memory for all: what is left is the model's own work
-ALL = (FREE, STOCK, OURS, OURS_UNVERIFIED, OLLM, SAFETENSORS, TORCH_SAVE)
+# Three layers in memory for all: what is left is the model's own work.
+FREE, FREE_STREAMED = "a cache that costs nothing", "a cache that costs nothing, streaming"
+ALL = (
+    FREE, FREE_STREAMED, STOCK, HALF_STREAMED, STREAMED, OURS, OURS_UNVERIFIED, OLLM, SAFETENSORS, TORCH_SAVE
+)  # fmt: skip
+ATTENDS_STREAMING = (FREE_STREAMED, STREAMED, HALF_STREAMED)
 
 
 class UnavailableError(Exception):
@@ -56,17 +62,22 @@ class FilePerLayerCache(DynamicCache):
         return _concatenated(self._load(path), self._newer[layer_idx])
 
 
-def make_cache(name: str, config: LlamaConfig, folder: Path, capacity: int) -> DynamicCache:
-    """The contender `name` with room for `capacity` tokens, whose files go to `folder`, an empty one.
+def make_cache(name: str, config: LlamaConfig, folder: Path, length: int, spare: int) -> DynamicCache:
+    """The contender `name` for `length` tokens and room for `spare` more, whose files go to `folder`, an empty one.
 
     Raises:
         UnavailableError: it cannot run here.
     """
-    if name == FREE:
-        return ResidentCache(config, 0, capacity)
-    if name in (OURS, OURS_UNVERIFIED):
+    if name in (FREE, FREE_STREAMED):
+        return ResidentCache(config, 0, length + spare)
+    if name in (OURS, OURS_UNVERIFIED, STREAMED, HALF_STREAMED):
+        half = length * token_bytes(config) * config.num_hidden_layers // 2
         return OffloadedNVMeCache(
-            config=config, offload_dir=folder, device_budget=0, host_budget=0, verify=name == OURS
+            config=config,
+            offload_dir=folder,
+            device_budget=0,
+            host_budget=half if name == HALF_STREAMED else 0,
+            verify=name != OURS_UNVERIFIED,
         )
     if name == OLLM:
         return _ollm_cache(folder)

@@ -12,8 +12,9 @@ import xxhash
 from transformers import DynamicCache
 
 from nvme_cache import OffloadedNVMeCache
+from nvme_cache.attention import STREAMING
 
-from .contenders import make_cache, make_cold
+from .contenders import ATTENDS_STREAMING, make_cache, make_cold
 from .models import fill, forward, random_model, smollm2_config
 
 _SPARE_TOKENS = 512
@@ -87,6 +88,8 @@ class Contestant:
         self._task = task
         self._config = smollm2_config(task.num_layers)
         self._model = random_model(self._config)
+        if task.contender in ATTENDS_STREAMING:
+            self._model.set_attn_implementation(STREAMING)
         self._forward(DynamicCache(config=self._config), 0)  # what the model allocates once
         self._baseline_bytes = _status_bytes("VmRSS")
         self._cache: DynamicCache | None = None
@@ -95,7 +98,7 @@ class Contestant:
     def begin(self, length: int) -> None:
         """Makes a new cache that holds `length` random tokens."""
         self.end()
-        self._cache = make_cache(self._task.contender, self._config, self._task.folder, length + _SPARE_TOKENS)
+        self._cache = make_cache(self._task.contender, self._config, self._task.folder, length, _SPARE_TOKENS)
         self.extend(length)
 
     def extend(self, length: int) -> None:
@@ -126,7 +129,7 @@ class Contestant:
     def prefill(self, length: int) -> Prefill:
         """Processes a prompt of `length` random tokens with a new cache."""
         self.end()
-        self._cache = make_cache(self._task.contender, self._config, self._task.folder, length + _SPARE_TOKENS)
+        self._cache = make_cache(self._task.contender, self._config, self._task.folder, length, _SPARE_TOKENS)
         ids = torch.randint(0, self._config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
         cpu, began = time.process_time(), time.perf_counter()
         logits = forward(self._model, self._cache, ids, 0)

@@ -1,15 +1,19 @@
 """Side by side: the same model, the same context, the same minute, another cache."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import Any
 
-from .contenders import ALL, FREE, OURS, STOCK, UnavailableError
+from .contenders import ALL, ATTENDS_STREAMING, FREE, FREE_STREAMED, OURS, STOCK, UnavailableError
 from .contestant import Burst, Prefill, Task
-from .measure import Figures, interleave, paired, spread
+from .measure import Figures, Sample, bytes_per_s, interleave, paired, spread
 from .models import smollm2_config, token_bytes
+from .rawfile import RawFile
 from .site import Site
 from .worker import Worker
+
+_RAW = "raw"
 
 
 @contextmanager
@@ -24,11 +28,17 @@ def workers(site: Site) -> Iterator[dict[str, Worker]]:
         yield started
 
 
-def measure_peers(site: Site, contenders: Mapping[str, Worker]) -> Figures:
-    """Steps with every contender at each context."""
+def measure_peers(site: Site, raw: RawFile, contenders: Mapping[str, Worker]) -> Figures:
+    """Steps with every contender at each context.
+
+    Args:
+        site: Where.
+        raw: What to read for comparison.
+        contenders: Processes by name.
+    """
     return {
         "model": _model(site),
-        "rows": [row for length in site.plan.peer_contexts for row in _compare(site, contenders, length)],
+        "rows": [row for length in site.plan.peer_contexts for row in _compare(site, raw, contenders, length)],
         "unavailable": {name: worker.reason for name, worker in contenders.items() if worker.reason},
     }
 
@@ -67,7 +77,7 @@ def measure_prefill(site: Site, contenders: Mapping[str, Worker], write_rate: fl
     }
 
 
-def _compare(site: Site, contenders: Mapping[str, Worker], length: int) -> list[Figures]:
+def _compare(site: Site, raw: RawFile, contenders: Mapping[str, Worker], length: int) -> list[Figures]:
     begun: dict[str, Worker] = {}
     for name, worker in contenders.items():
         site.say(f"peers: {length:,} tokens, filling {name}")
@@ -76,21 +86,26 @@ def _compare(site: Site, contenders: Mapping[str, Worker], length: int) -> list[
             worker.call("step", 1)
             begun[name] = worker
         except UnavailableError as error:
-            if name in (FREE, STOCK, OURS):
+            if name in (FREE, FREE_STREAMED, STOCK, OURS):
                 raise
             site.say(f"peers: without {name}: {str(error).splitlines()[-1]}")
     site.say(f"peers: {length:,} tokens, taking turns")
-    steps = {name: partial(worker.call, "step", site.plan.peer_steps) for name, worker in begun.items()}
-    bursts: dict[str, list[Burst]] = interleave(steps, site.plan.peers)
+    request_bytes = length * token_bytes(smollm2_config(1)) // site.threads
+    steps: dict[str, Callable[[], Any]] = {_RAW: raw.reader(request_bytes, site.plan.sample_bytes)}
+    steps |= {name: partial(worker.call, "step", site.plan.peer_steps) for name, worker in begun.items()}
+    found: dict[str, list[Any]] = interleave(steps, site.plan.peers)
     for worker in begun.values():
         worker.call("end")
-    return [_row(length, name, bursts) for name in bursts]
+    reads: list[Sample] = found.pop(_RAW)
+    return [_row(length, name, found, bytes_per_s(reads)) for name in found]
 
 
-def _row(length: int, name: str, bursts: Mapping[str, Sequence[Burst]]) -> Figures:
-    own, stock, ours, free = (bursts[contender] for contender in (name, STOCK, OURS, FREE))
+def _row(length: int, name: str, bursts: Mapping[str, Sequence[Burst]], rates: Sequence[float]) -> Figures:
+    compute = FREE_STREAMED if name in ATTENDS_STREAMING else FREE
+    own, stock, ours, free = (bursts[contender] for contender in (name, STOCK, OURS, compute))
     steps = [burst.step_s for burst in own]
     paging = _cpu_beyond(own, free)
+    floors = [max(least.step_s, burst.read_bytes / rate) for least, burst, rate in zip(free, own, rates, strict=True)]
     figures: Figures = {
         "context_tokens": length,
         "contender": name,
@@ -98,6 +113,9 @@ def _row(length: int, name: str, bursts: Mapping[str, Sequence[Burst]]) -> Figur
         "tokens_per_s": spread(1 / step for step in steps),
         "speed_over_stock": paired([burst.step_s for burst in stock], steps),
         "ours_speed_over": paired(steps, [burst.step_s for burst in ours]),
+        "read_rate_bytes_per_s": spread(rates),
+        "floor_s": spread(floors),
+        "efficiency": paired(floors, steps),
         "step_read_bytes": own[-1].read_bytes,
         "step_drive_bytes": own[-1].drive_bytes,
         "step_cpu_s": spread(burst.cpu_s for burst in own),

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from rich.table import Table
 
-from .contenders import FREE
+from .contenders import ATTENDS_STREAMING, FREE, FREE_STREAMED
 from .measure import Figures
 from .plan import MIB
 
@@ -66,14 +66,18 @@ def _steps(steps: Figures) -> Table:
 
 
 def _peers(peers: Figures) -> Table:
-    columns = ["context", "cache", "tokens/s", "ours is faster by", "read MiB", "paging CPU ms", "peak MiB", "logits"]
+    columns = [
+        "context", "cache", "tokens/s", "over stock", "floor / measured", "read MiB", "paging CPU ms", "peak MiB",
+        "logits",
+    ]  # fmt: skip
     table = _table(f"Side by side: {peers['model']['shape']}, {peers['model']['layers']} layers", *columns)
     for row in peers["rows"]:
         table.add_row(
             f"{row['context_tokens']:,}",
             row["contender"],
             f"{_median(row, 'tokens_per_s'):.2f}",
-            f"{_median(row, 'ours_speed_over'):.2f}x",
+            f"{_median(row, 'speed_over_stock'):.2f}x",
+            f"{_median(row, 'efficiency'):.2f}" if row["step_read_bytes"] else "",
             f"{row['step_read_bytes'] / MIB:,.0f}",
             f"{_median(row, 'paging_cpu_s') * 1e3:,.0f}",
             f"{row['peak_above_model_bytes'] / MIB:,.0f}",
@@ -116,8 +120,10 @@ def _growth(growth: Figures) -> Table:
 
 
 def _logits(row: Figures) -> str:
-    if row["contender"] == FREE:
+    if row["contender"] in (FREE, FREE_STREAMED):
         return ""  # it has nothing of most layers
+    if row["contender"] in ATTENDS_STREAMING:
+        return "rounded otherwise"
     return "identical" if row["same_logits"] else "different"
 
 

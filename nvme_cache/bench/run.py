@@ -6,6 +6,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 from rich.console import Console
@@ -65,13 +66,14 @@ def run_bench(folder: Path, out: Path, *, quick: bool, console: Console) -> Path
         direct = results["machine"]["direct_io"]
         drive = drive_of(Path(own_folder)) if direct else Drive()
         site = Site(Path(own_folder), direct, drive.io_threads, plan, say)
-        with RawFile(site, plan.sample_bytes) as raw:
+        with ExitStack() as stack:
+            raw = stack.enter_context(RawFile(site, plan.sample_bytes))
             engines, reasons = working_engines(raw.path)
             results["notes"] += reasons
             keep("drive", lambda: measure_drive(site, raw, engines))
             keep("steps", lambda: measure_steps(site, raw, results["drive"]))
-        with workers(site) as contenders:
-            keep("peers", lambda: measure_peers(site, contenders))
+            contenders = stack.enter_context(workers(site))
+            keep("peers", lambda: measure_peers(site, raw, contenders))
             keep("prefill", lambda: measure_prefill(site, contenders, write_rate(results["drive"])))
             keep("growth", lambda: measure_growth(site, contenders))
     for table in tables(results):
@@ -85,7 +87,7 @@ def _check_room(folder: Path, plan: Plan) -> None:
     """Raises if the drive cannot hold what lies there at the same time at most."""
     on_drive = sum(1 - share for share in SHARES) + 1  # the last for quantized blocks
     steps = max(plan.step_contexts) * token_bytes(wide_config(1)) * plan.step_layers * on_drive
-    peers = max(plan.peer_contexts) * token_bytes(smollm2_config(1)) * plan.model_layers * 5
+    peers = max(plan.peer_contexts) * token_bytes(smollm2_config(1)) * plan.model_layers * 7
     needed = int(max(steps + plan.sample_bytes, peers, 4 * plan.sample_bytes)) + _LEAST_SPARE_BYTES
     free = shutil.disk_usage(folder).free
     if free < needed:
