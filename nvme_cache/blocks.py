@@ -21,6 +21,8 @@ from .states import LayerSpec, States, StateSpec
 Copy: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 Parts: TypeAlias = tuple[torch.Tensor, ...]
 
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -235,10 +237,11 @@ def merged_rows(parts: Sequence[States]) -> tuple[list[States], torch.Tensor | N
 
 
 def _are_same(parts: Sequence[States], row: int, other: int) -> bool:
-    newest = parts[-1][0][:, :, -1]  # most rows that differ do so here
+    bits = [states.view(_BITS[states.dtype.itemsize]) for part in parts for states in part]  # 0.0 is not -0.0
+    newest = bits[-2][:, :, -1]  # most rows that differ do so here
     if not torch.equal(newest[row], newest[other]):
         return False
-    return all(torch.equal(states[row], states[other]) for part in parts for states in part)
+    return all(torch.equal(states[row], states[other]) for states in bits)
 
 
 def cut(states: Sequence[States], start: int, length: int) -> list[States]:

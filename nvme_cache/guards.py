@@ -7,7 +7,7 @@ forwards from broken ones.
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from types import FrameType
@@ -217,7 +217,12 @@ class Forward:
         self._current = _Pass()
         self._last_layer: int | None = None  # where whole forwards end
         self._highest_layer = -1
+        self._expected: frozenset[int] = frozenset()
         self._thread = threading.get_ident()
+
+    def expect(self, layers: Iterable[int]) -> None:
+        """Tells which layers every forward reaches, where others than this process's have filled them."""
+        self._expected = frozenset(layers)
 
     def begins_at(self, layer_idx: int) -> bool:
         """Whether a forward begins if this layer is updated next."""
@@ -227,7 +232,8 @@ class Forward:
     def is_broken(self) -> bool:
         """Whether the forward ended before the layer that forwards end with. True also while one is under way."""
         current = self._current
-        return bool(current.undo) and self._last_layer is not None and current.reached != self._last_layer
+        lacks = not self._expected <= current.undo.keys()
+        return bool(current.undo) and (lacks or (self._last_layer is not None and current.reached != self._last_layer))
 
     def enter(self, layer_idx: int, undo: Callable[[], None], owner: object) -> None:
         """Notes that a layer is about to be updated.
@@ -286,7 +292,7 @@ class Forward:
         """What a copy of the cache goes on with: it too must refuse layers that the first forward never reached."""
         forked = Forward()
         forked._last_layer, forked._highest_layer = self._last_layer, self._highest_layer
-        forked.was_whole = self.was_whole
+        forked.was_whole, forked._expected = self.was_whole, self._expected
         if self._current.undo:
             forked._last_layer = self._current.reached
             forked._highest_layer = max(self._highest_layer, *self._current.undo)
@@ -296,7 +302,7 @@ class Forward:
         """Forgets all forwards."""
         self.was_whole = False
         self._current = _Pass()
-        self._last_layer, self._highest_layer = None, -1
+        self._last_layer, self._highest_layer, self._expected = None, -1, frozenset()
 
 
 @dataclass(slots=True)

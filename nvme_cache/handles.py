@@ -82,8 +82,9 @@ class Streamed:
         Raises:
             NVMeCacheError: a segment is damaged or unreadable, or something went wrong in the background.
         """
-        if self._was_read:  # by layers that share it, which would each read it again
-            self._lay_out_from_now_on()
+        if self._was_read or self._laid_out is not None:
+            if self._was_read:  # by layers that share it, which would each read it again
+                self._lay_out_from_now_on()
             visit(*self.laid_out(), 0, None)
             return
         self._was_read = True

@@ -44,11 +44,16 @@ class Switch:
         if model is None:
             return
         switches: list[Switch] = vars(model)[_SWITCHES]
+        later = switches[switches.index(self) + 1 :]
         switches.remove(self)
         if not switches:
             del vars(model)[_SWITCHES], vars(model)["generate"]
         if self._attended_with is not None:
-            model.set_attn_implementation(self._attended_with)
+            heir = next((switch for switch in later if switch._attended_with is not None), None)
+            if heir is None:
+                model.set_attn_implementation(self._attended_with)
+            else:
+                heir._attended_with = self._attended_with
         if self.reuse is not None:
             self.reuse.close()
 

@@ -178,6 +178,11 @@ class Pager:
         # One update short of a block may join what is one token short of another.
         return 2 * self.block_size
 
+    @property
+    def longest_tail(self) -> int:
+        """Most tokens a tail may hold, sinks that are due among them."""
+        return self.tail_capacity + self._sealer.sinks_due(0)
+
     def sealable(self, first_token: int, count: int) -> int:
         """How many of `count` tokens, the first of them at `first_token`, `seal` takes."""
         sinks = self._sealer.sinks_due(first_token)

@@ -89,7 +89,9 @@ class Sealer:
         codecs = _EXACT if self.quantization is None else self.quantization.codecs(spec, self.block_size)
         block = Layout(spec, batch_size, codecs, 1, self.block_size)
         sizes = [[round_up(part.nbytes, ALIGNMENT) for part in parts] for parts in block.parts]
-        limit = max(1, (MAX_SECTION_BYTES if codecs == _EXACT else _MAX_QUANTIZED_BYTES) // max(1, *map(sum, sizes)))
+        limit = (MAX_SECTION_BYTES if codecs == _EXACT else _MAX_QUANTIZED_BYTES) // max(1, *map(sum, sizes))
+        laid_out = max(kind.nbytes(self.block_size) * batch_size for kind in block.kinds)
+        limit = max(1, min(limit, MAX_SECTION_BYTES // max(1, laid_out)))
         runs = [self._sink_run(lane, spec, batch_size, cut(states, 0, sinks))] if sinks else []
         num_blocks = (sum(keys.shape[2] for keys, _ in states) - sinks) // self.block_size
         start = sinks

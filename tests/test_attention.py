@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_window_causal_mask_function
 
-from nvme_cache.attention import kernels, streaming_mask
+from nvme_cache.attention import kernels, streaming_attention, streaming_mask
 from nvme_cache.attention.masks import LazyMask, MaskRule
 from nvme_cache.attention.softmax import OnlineSoftmax
 
@@ -164,6 +164,18 @@ def test_error_is_no_larger_than_that_of_stock_attention(dtype):
     assert statistics.fmean(ours) <= statistics.fmean(stock)
     if dtype != torch.float32:  # where nothing is rounded but the result
         assert all(mine <= theirs for mine, theirs in zip(ours, stock, strict=True))
+
+
+def test_autocast_rounds_nothing_in_between():
+    module = torch.nn.Module()
+    generator = torch.Generator().manual_seed(0)
+    queries, keys, values = (torch.randn(1, heads, length, 64, generator=generator).bfloat16()
+                             for heads, length in ((4, 1), (2, 3000), (2, 3000)))  # fmt: skip
+    outputs = []
+    for enabled in (False, True):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            outputs.append(streaming_attention(module, queries, keys, values, None, softcap=30.0)[0])
+    assert torch.equal(*outputs)
 
 
 def rule(q_length, kv_length, *, function=causal_mask_function, padding=None, batch=2, dtype=torch.bool):

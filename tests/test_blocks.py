@@ -1,10 +1,11 @@
 """Tokens map into blocks and back without loss, for any shape; cuts cover what they name."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nvme_cache.blocks import cut, pack, unpack
+from nvme_cache.blocks import cut, merged_rows, pack, unpack
 
 small = st.integers(1, 4)
 
@@ -40,3 +41,29 @@ def test_cut_takes_the_tokens_named(lengths, data):
     values = torch.cat([states[:, :, :0]] + [part[1] for part in cut(parts, start, length)], dim=2)
     assert torch.equal(keys, states[:, :, start : start + length])
     assert torch.equal(values, -keys)
+
+
+class TestMergedRows:
+    def test_rows_that_are_the_same_are_there_once(self):
+        keys, values = torch.randn(2, 5, 2, 7, 4)
+        for part in (keys, values):
+            part[2], part[4] = part[0], part[1]
+        parts = [(keys[:, :, :3], values[:, :, :3]), (keys[:, :, 3:], values[:, :, 3:])]
+        merged, rows = merged_rows(parts)
+        assert rows.tolist() == [0, 1, 0, 2, 1]
+        for (before, after), kept in zip(zip(parts, merged, strict=True), (slice(0, 3), slice(3, 7)), strict=True):
+            assert before[0].shape[2] == kept.stop - kept.start
+            assert all(torch.equal(new[rows], old) for new, old in zip(after, before, strict=True))
+
+    def test_of_rows_that_differ_anywhere_nothing_changes(self):
+        for place in ((0, 0), (6, 3)):
+            keys, values = torch.zeros(2, 3, 2, 7, 4)
+            keys[1, 1, place[0], place[1]], values[2, 0, place[0], place[1]] = 1, 1
+            merged, rows = merged_rows([(keys, values)])
+            assert rows is None and merged[0][0] is keys
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+    def test_zeros_of_another_sign_are_not_the_same(self, dtype):
+        keys = torch.zeros(2, 1, 7, 4)
+        keys[1] = -0.0
+        assert merged_rows([(keys.to(dtype), keys.to(dtype))])[1] is None

@@ -746,3 +746,40 @@ def test_adapters_and_buffers_are_weights():
     model.codes[1] = 1
     digests.append(digest_of(model))
     assert len(set(digests)) == len(digests)
+
+
+def test_a_tail_with_sinks_in_it_can_be_opened_again(make_cache, tmp_path):
+    """As long as a tail gets: sinks that are due, a block less a token, and an update of as many."""
+    config = tiny_model(num_hidden_layers=1).config
+    cache = make_cache(config=config, block_size=16, quantization="int8")
+    states = [torch.randn(2, 1, 2, length, 16) for length in (19, 15)]
+    for part in states:
+        cache.update(*part, 0)
+    cache.save_pretrained(tmp_path / "saved", token_ids=torch.ones(1, 34, dtype=torch.long))
+    options = {"config": config, "offload_dir": cache.offload_path.parent}
+    with OffloadedNVMeCache.from_pretrained(tmp_path / "saved", **options) as opened:
+        assert torch.equal(opened.layers[0].keys, torch.cat([part[0] for part in states], dim=2))
+
+
+def test_the_first_forward_on_a_snapshot_may_be_interrupted(make_cache, tmp_path):
+    model = tiny_model()
+    cache = make_cache(config=model.config, block_size=16)
+    with torch.no_grad():
+        model(prompt(50), **{cache_argument(model): cache})
+        cache.save_pretrained(tmp_path / "saved", model=model, token_ids=prompt(50))
+        expected = model(prompt(1), **{cache_argument(model): cache}).logits
+
+        def interrupt(*_):
+            raise KeyboardInterrupt
+
+        with OffloadedNVMeCache.from_pretrained(
+            tmp_path / "saved", model=model, offload_dir=cache.offload_path.parent
+        ) as opened:
+            hook = model.model.layers[1].mlp.register_forward_pre_hook(interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                model(prompt(1), **{cache_argument(model): opened})
+            hook.remove()
+            with pytest.raises(CacheMisuseError, match="interrupted"):
+                model(prompt(1), **{cache_argument(model): opened})
+            assert [layer.get_seq_length() for layer in opened.layers] == [50] * 4
+            assert torch.equal(model(prompt(1), **{cache_argument(model): opened}).logits, expected)

@@ -30,7 +30,7 @@ from transformers import (
 import nvme_cache
 from nvme_cache import ConfigurationError, OffloadedNVMeCache, ShardCorruptedError
 from nvme_cache.arguments import cache_argument
-from nvme_cache.attention import STREAMING
+from nvme_cache.attention import STREAMING, streaming_attention
 from nvme_cache.attention.softmax import OnlineSoftmax
 from nvme_cache.handles import Handle
 
@@ -320,13 +320,60 @@ class TestHandles:
         assert torch.allclose(*gradients, rtol=1e-4)
         assert gradients[0].abs().max() > 0
 
+    @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+    def test_gradients_of_queries_alone_are_right(self, name, make_cache):
+        model = MODELS[name]()
+        stock_attention = model.config._attn_implementation
+        model.requires_grad_(False)
+        weight = model.model.layers[1].self_attn.q_proj.weight.requires_grad_()
+        gradients = []
+        for attention in (stock_attention, STREAMING):
+            model.set_attn_implementation(attention)
+            held = DynamicCache(config=model.config) if attention != STREAMING else make_cache(block_size=8)
+            with torch.no_grad():
+                model(prompt(50), **{cache_argument(model): held})
+            weight.grad = None
+            model(prompt(4), **{cache_argument(model): held}).logits.square().sum().backward()
+            gradients.append(weight.grad.clone())
+        assert torch.allclose(*gradients, rtol=1e-3, atol=1e-6 * gradients[0].abs().max())
+        assert gradients[0].abs().max() > 0
+
+    @pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
+    def test_training_without_a_cache_is_what_it_was(self, name):
+        model = MODELS[name]()
+        gradients = []
+        for attention in ("eager", STREAMING):
+            model.set_attn_implementation(attention)
+            model.zero_grad()
+            model(prompt(40, rows=2), use_cache=False).logits.square().sum().backward()
+            gradients.append(model.model.layers[0].self_attn.q_proj.weight.grad.clone())
+        assert torch.allclose(*gradients, rtol=1e-3, atol=1e-6 * gradients[0].abs().max())
+
+    def test_dropout_is_not_lost(self, make_cache):
+        model = streamed(tiny_model(attention_dropout=0.9))
+        cache = make_cache(config=model.config, block_size=8)
+        with torch.no_grad():
+            model(prompt(50), **{cache_argument(model): cache})
+            model.train()
+            first = model(prompt(1), **{cache_argument(model): cache}).logits
+            cache.crop(-1)
+            assert not torch.equal(model(prompt(1), **{cache_argument(model): cache}).logits, first)
+
+    def test_changed_in_place_they_are_attended_to_as_changed(self, make_cache):
+        cache = make_cache(block_size=8)
+        attention = Attention(cache)
+        with torch.no_grad():
+            attention(*states(50))
+            keys, values = attention(*states(1))
+            values.mul_(0)
+            output, _ = streaming_attention(attention, torch.randn(1, 4, 1, 16), keys, values, None)
+        assert not output.any()
+
     def test_of_keys_alone_they_are_laid_out(self, make_cache):
         """Models that reshape values and attend with the keys as they came."""
         cache = make_cache(block_size=8)
         attention = Attention(cache)
         queries = torch.randn(1, 4, 1, 16)
-        from nvme_cache.attention import streaming_attention
-
         with torch.no_grad():
             attention(*states(50))
             keys, values = attention(*states(1))
@@ -335,6 +382,45 @@ class TestHandles:
             softmax = OnlineSoftmax(queries, 2, 0.25, 51)
             softmax.add(keys + 0, doubled, 0, None)
         assert torch.allclose(output, softmax.result())
+
+
+class TestMasks:
+    """A mask of one's own, `[batch, 1 or heads, queries, keys]`."""
+
+    def logits(self, model, held, mask, length=48, new=3):
+        with torch.no_grad():
+            model(prompt(length, 2), **{cache_argument(model): held})
+            return model(prompt(new, 2), attention_mask=mask, **{cache_argument(model): held}).logits
+
+    @pytest.mark.parametrize("new", [3, 600])
+    @pytest.mark.parametrize(
+        "shape", [(2, 1, True, True), (1, 4, True, True), (2, 1, False, True), (2, 1, True, False)]
+    )
+    @pytest.mark.parametrize("kind", ["bool", "float"])
+    def test_counts_as_elsewhere(self, kind, shape, new, make_cache):
+        model = tiny_model()
+        rows, heads, per_query, per_key = shape
+        mask = torch.rand(rows, heads, new if per_query else 1, 48 + new if per_key else 1) > (0.5 if per_key else -1)
+        mask[..., 0] = True  # no query is left without any key
+        if kind == "float":
+            mask = torch.where(mask, torch.randn(mask.shape), torch.finfo(torch.float32).min)
+        expected = self.logits(model, DynamicCache(config=model.config), mask, new=new)
+        ours = self.logits(streamed(model), make_cache(config=model.config, block_size=8), mask, new=new)
+        assert (ours - expected).abs().max() < 2e-5 * expected.abs().max()
+
+    @pytest.mark.parametrize(
+        "mask",
+        [
+            torch.ones(2, 1, 3, 48, dtype=torch.bool),
+            torch.ones(2, 1, 3, 60, dtype=torch.bool),
+            torch.ones(2, 1, 3, 51, dtype=torch.long),
+        ],
+        ids=["too short", "too long", "neither bool nor float"],
+    )
+    def test_of_another_shape_or_kind_is_refused(self, mask, make_cache):
+        model = streamed(tiny_model())
+        with pytest.raises(ValueError, match="not for 3 queries and 51 keys"):
+            self.logits(model, make_cache(config=model.config, block_size=8), mask)
 
 
 class TestModelsThatDoMore:
@@ -399,6 +485,20 @@ class TestChoosing:
             assert torch.equal(tokens(model, prompt(60), None), stock)
         assert model.config._attn_implementation == "sdpa"
         assert torch.equal(tokens(model, prompt(60), None), stock)
+
+    def test_switched_off_in_any_order(self, offload_dir):
+        model = tiny_model()
+        options = {"attention": "streaming", "offload_dir": offload_dir}
+        first, second = (nvme_cache.enable(model, **options) for _ in range(2))
+        first.disable()
+        assert model.config._attn_implementation == STREAMING
+        second.disable()
+        assert model.config._attn_implementation == "sdpa"
+        first, second = (nvme_cache.enable(model, **options) for _ in range(2))
+        second.disable()
+        assert model.config._attn_implementation == STREAMING
+        first.disable()
+        assert model.config._attn_implementation == "sdpa"
 
     def test_another_attention_is_refused(self):
         with pytest.raises(ConfigurationError, match="streaming"):

@@ -14,7 +14,7 @@ from nvme_cache.stand_in import StandIn
 
 Visible: TypeAlias = bool | torch.Tensor
 
-_FEW_QUERIES = 16
+_KEPT_NUMBERS = 8 << 20  # most that portions of one mask may take, kept for the next layer
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,13 @@ class MaskRule:
 
     def visible(self, queries: slice, keys: slice) -> Visible:
         """Whether these queries may attend to these keys: all to all, none to any, or `[batch, 1, queries, keys]`."""
-        if self.q_length > _FEW_QUERIES:
-            return self._visible(queries, keys)
         place = queries.start, queries.stop, keys.start, keys.stop
-        if place not in self._seen:  # every layer asks again
-            self._seen[place] = self._visible(queries, keys)
-        return self._seen[place]
+        if (seen := self._seen.get(place)) is not None:  # every layer asks again
+            return seen
+        visible = self._visible(queries, keys)
+        if isinstance(visible, bool) or self.batch_size * self.q_length * self.kv_length <= _KEPT_NUMBERS:
+            self._seen[place] = visible
+        return visible
 
     def _visible(self, queries: slice, keys: slice) -> Visible:
         if self.function is causal_mask_function:

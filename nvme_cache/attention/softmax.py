@@ -34,6 +34,9 @@ class OnlineSoftmax:
         is_causal: Whether None means the latter.
         bias: Numbers to add to scores besides, shaped alike.
         softcap: `scores = softcap * tanh(scores / softcap)`.
+
+    Raises:
+        ValueError: a mask or a bias is not for these queries and keys, or neither bool nor float.
     """
 
     def __init__(
@@ -51,10 +54,22 @@ class OnlineSoftmax:
         self._dtype = torch.promote_types(queries.dtype, torch.float32)
         self._queries = queries.to(self._dtype).unflatten(1, (num_key_value_heads, -1))
         self._kernel, self._softcap = kernels.Kernel(scaling, softcap), softcap
-        self._mask, self._bias = mask, bias
         self._q_length, self._kv_length = queries.shape[2], kv_length
+        self._mask, self._bias = self._over_all(mask), self._over_all(bias)
         self._is_causal = mask is None and is_causal and self._q_length > 1
         self._partials: list[Partial] = []
+
+    def _over_all(self, mask: Mask) -> Mask:
+        """The same for every query and key."""
+        extents = self._q_length, self._kv_length
+        if mask is None or (isinstance(mask, LazyMask) and mask.shape[2:] == extents):
+            return mask
+        fits = all(size in (1, extent) for size, extent in zip(mask.shape[-2:], extents, strict=True))
+        if not fits or not (mask.dtype is torch.bool or mask.is_floating_point()):
+            raise ValueError(
+                f"a mask of {tuple(mask.shape)} and {mask.dtype} is not for {extents[0]} queries and {extents[1]} keys"
+            )
+        return (mask + 0 if isinstance(mask, LazyMask) else mask).expand(*mask.shape[:-2], *extents)
 
     def add(self, keys: torch.Tensor, values: torch.Tensor, start: int, rows: torch.Tensor | None) -> None:
         """Attends to a portion.

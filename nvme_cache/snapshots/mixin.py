@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig
 
 from nvme_cache.errors import CacheMisuseError, ConfigurationError
 from nvme_cache.guards import Forward, Prompt
+from nvme_cache.layers import NVMeLayer
 from nvme_cache.pager import Pager
 from nvme_cache.placement import Tier
 from nvme_cache.quantization import QuantizationConfig
@@ -159,6 +160,8 @@ class SnapshotMixin:
             if manifest.prefill_token_s is not None:
                 cache._pager.meter.known_prefill = manifest.num_tokens, manifest.prefill_token_s
             cache._unsettled = set(range(len(cache.layers)))
+            paged = (layer for layer in cache.layers if isinstance(layer, NVMeLayer) and layer.held is not None)
+            cache._forward.expect(layer.layer_idx for layer in paged)
         except BaseException:
             cache.close()
             raise

@@ -141,7 +141,7 @@ class Snapshot:
         keys, values = (self.tensors[f"layer.{layer_idx}.tail.{name}"] for name in ("keys", "values"))
         for states, kind in ((keys, spec.keys), (values, spec.values)):
             shape = paged.batch_size, kind.num_heads, length, kind.head_dim
-            if states.shape != shape or states.dtype != kind.dtype or length > pager.tail_capacity:
+            if states.shape != shape or states.dtype != kind.dtype or length > pager.longest_tail:
                 raise ValueError(f"the tail of layer {layer_idx} is {tuple(states.shape)}, not {shape} of {kind.dtype}")
         layer.restore(spec, paged.batch_size, runs, (keys, values), device)
 
