@@ -45,6 +45,7 @@ class Feed:
         """
         for index, segment in enumerate(segments):
             if (states := segment.in_place) is not None:
+                self._pager.wait_for_sealed(segment.device)
                 visit(segment, states)
                 continue
             with guard(segment.device):

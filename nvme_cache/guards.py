@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -102,8 +102,11 @@ def is_prefilling(frame: FrameType | None) -> bool:
 
 def module_above(frame: FrameType | None) -> torch.nn.Module | None:
     """The innermost module whose method is not far above `frame`: where a layer is updated, the one that attends."""
-    modules = (outer.f_locals.get("self") for outer in islice(_outward(frame), _NEAR))
-    return next((module for module in modules if isinstance(module, torch.nn.Module)), None)
+    for outer in islice(_outward(frame), _NEAR):
+        # Of methods alone: a frame keeps what it was asked for, in the user's own perhaps a cache long dropped.
+        if outer.f_code.co_varnames[:1] == ("self",) and isinstance(outer.f_locals.get("self"), torch.nn.Module):
+            return cast(torch.nn.Module, outer.f_locals["self"])
+    return None
 
 
 class Prompt:

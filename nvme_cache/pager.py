@@ -315,6 +315,11 @@ class Pager:
         lease.pool.trim(slot)
         return True
 
+    def wait_for_sealed(self, device: torch.device) -> None:
+        """Makes computation on the device wait until what has been sealed there is in place."""
+        lane = self._lane(device)
+        lane.transfer.wait(lane.packed)
+
     def _lane(self, device: torch.device) -> Lane:
         if device not in self._lanes:
             transfer = transfer_for(device)

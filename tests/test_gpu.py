@@ -7,7 +7,9 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from nvme_cache import OffloadedNVMeCache, QuantizationConfig, io
+from nvme_cache import OffloadedNVMeCache, QuantizationConfig, io, segments
+from nvme_cache.attention import STREAMING
+from nvme_cache.attention.softmax import OnlineSoftmax
 from nvme_cache.quantization import FORMATS
 
 from .conftest import FAMILIES, Pair, assert_parity, assert_same, generate, prompt, tiers, tiny_model, tokens
@@ -38,6 +40,38 @@ def test_families(family, tier, attention, device, make_cache):
     for length, batch_size in ((5, 1), (40, 3), (100, 2)):
         cache = make_cache(config=model.config, block_size=16, **TIERS[tier])
         assert_parity(model, cache, length, batch_size, new_tokens=20)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"prefill_chunk_size": 32}], ids=str)
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_streaming(family, tier, options, device, make_cache, monkeypatch):
+    monkeypatch.setattr(segments, "_WORTH_READING_ALONE", 0)  # so that blocks on the device are read where they are
+    model = tiny_model(family, attn_implementation="eager").to(device)
+    stock = generate(model, DynamicCache(config=model.config), 100, 2, **options)
+    cache = make_cache(config=model.config, block_size=16, **TIERS[tier])
+    model.set_attn_implementation(STREAMING)
+    ours = generate(model, cache, 100, 2, **options)
+    assert any(layer.is_streamed for layer in cache._paged_layers().values())
+    assert torch.equal(ours.tokens, stock.tokens)
+    assert torch.allclose(ours.logits.cpu(), stock.logits.cpu(), atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("q_length", [1, 7, 300])
+def test_portions_add_up(q_length, dtype, device):
+    """Also where a fused kernel takes the many queries of a prompt."""
+    generator = torch.Generator().manual_seed(0)
+    queries, keys, values = (
+        torch.randn(2, heads, length, 64, generator=generator).to(device, dtype)
+        for heads, length in ((6, q_length), (2, 1000), (2, 1000))
+    )
+    near, far = (OnlineSoftmax(part, 2, 0.125, 1000) for part in (queries, queries.cpu()))
+    for start, end in ((0, 256), (256, 700), (700, 1000)):
+        near.add(keys[:, :, start:end], values[:, :, start:end], start, None)
+        far.add(keys[:, :, start:end].cpu(), values[:, :, start:end].cpu(), start, None)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    assert torch.allclose(near.result().cpu(), far.result(), atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
 """Kernels: attention over a stretch of keys and values, with what it takes to merge it with others.
 
-All of them compute in float32 at least, whatever keys and values are stored as. Fused kernels round their output to the
-dtype of their inputs; merging outputs so rounded would double the error of attending at once. Where a processor
-attends, its caches hold a stretch while it is converted and read, so that float32 costs no time.
+They compute in float32 at least, whatever keys and values are stored as. Fused kernels round their output to the dtype
+of their inputs; merging outputs so rounded would double the error of attending at once. Where a processor attends, its
+caches hold a stretch while it is converted and read, so that float32 costs no time. Only the many queries of prompts on
+CUDA, which need its matrix units, are rounded in between.
 """
 
 import math
@@ -19,15 +20,22 @@ Partial: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 _own = threading.local()
 
-_STRETCH_BYTES = 8 << 20  # of float32 keys and values: what the processor's last cache holds beside other things
+_STRETCH_BYTES = 8 << 20  # of float32 keys and values: what a processor's last cache holds beside other things
+_DEVICE_STRETCH_BYTES = 128 << 20
 _SCORES_BYTES = 32 << 20
+_MANY_QUERIES = 128
 _LEAST_SPLIT = 256  # tokens
 _GRANULE = 256  # tokens
 
 
-def is_fused(device: torch.device, softcap: float | None, key_width: int, value_width: int) -> bool:
-    """Whether scores need not be held in memory."""
-    return device.type == "cpu" and softcap is None and key_width == value_width
+def is_fused(keys: torch.Tensor, values: torch.Tensor, num_queries: int, softcap: float | None) -> bool:
+    """Whether scores of that many queries need not be held in memory, unless there is a bias."""
+    widths = keys.shape[3], values.shape[3]
+    if softcap is not None or keys.dtype != values.dtype:
+        return False
+    if keys.device.type == "cuda":
+        return num_queries >= _MANY_QUERIES and keys.dtype.itemsize == 2 and not any(width % 8 for width in widths)
+    return keys.device.type == "cpu" and widths[0] == widths[1]
 
 
 def stretches(keys: torch.Tensor, values: torch.Tensor, num_queries: int, *, fused: bool) -> Iterator[tuple[int, int]]:
@@ -40,7 +48,7 @@ def stretches(keys: torch.Tensor, values: torch.Tensor, num_queries: int, *, fus
         fused: As `is_fused` says.
     """
     token_bytes = 4 * keys.shape[0] * keys.shape[1] * (keys.shape[3] + values.shape[3])
-    count = _STRETCH_BYTES // token_bytes
+    count = (_STRETCH_BYTES if keys.device.type == "cpu" else _DEVICE_STRETCH_BYTES) // token_bytes
     if not fused:
         count = min(count, _SCORES_BYTES // (4 * keys.shape[0] * keys.shape[1] * min(num_queries, _GRANULE)))
     length, most = keys.shape[2], max(1, count // _GRANULE) * _GRANULE
@@ -82,23 +90,30 @@ class Kernel:
             scores, `[batch, heads, parts, num_queries]`: -inf, with an output of 0, where the bias leaves nothing. Each
             part is of another share of the tokens.
         """
+        fused = is_fused(keys, values, queries.shape[2], self._softcap)
+        if fused and bias is None and keys.device.type == "cuda":
+            return _efficient(queries, keys, values, self._scaling)
         near_keys, near_values = _converted(keys, values, queries.dtype)
-        if is_fused(queries.device, self._softcap, keys.shape[3], values.shape[3]):
-            return _fused(queries, near_keys, near_values, self._scaling, bias)
+        if fused and keys.device.type == "cpu":
+            return _flash(queries, near_keys, near_values, self._scaling, bias)
         scores = torch.matmul(queries * self._scaling, near_keys.transpose(2, 3))
         if self._softcap is not None:
             scores = scores.div_(self._softcap).tanh_().mul_(self._softcap)
         if bias is not None:
             scores += bias
-        totals = scores.logsumexp(-1)
-        weights = scores.sub_(totals.masked_fill(totals == -math.inf, 0).unsqueeze(-1)).exp_()
-        return torch.matmul(weights, near_values).unsqueeze(2), totals.unsqueeze(2)
+        largest = _finite(scores.amax(-1, keepdim=True))
+        weights = scores.sub_(largest).exp_()
+        sums = weights.sum(-1, keepdim=True)
+        output = torch.matmul(weights, near_values).div_(sums.masked_fill(sums == 0, 1))
+        return output.unsqueeze(2), sums.log_().add_(largest).squeeze(-1).unsqueeze(2)
 
 
 def merged(partials: list[Partial]) -> Partial:
     """What attending to everything at once would have given: one part, with its total."""
     outputs, totals = (torch.cat(parts, dim=2) for parts in zip(*partials, strict=True))
-    return _combined(outputs, totals).unsqueeze(2), totals.logsumexp(2, keepdim=True)
+    largest = _finite(totals.amax(2, keepdim=True))
+    total = (totals - largest).exp_().sum(2, keepdim=True).log_().add_(largest)
+    return _combined(outputs, totals).unsqueeze(2), total
 
 
 def combined(partials: list[Partial]) -> torch.Tensor:
@@ -128,7 +143,19 @@ def _converted(keys: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> 
     return near_keys, near_values
 
 
-def _fused(
+def _finite(largest: torch.Tensor) -> torch.Tensor:
+    """With 0 for -inf, of which nothing can be taken away."""
+    return largest.masked_fill_(largest == -math.inf, 0)
+
+
+def _efficient(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float) -> Partial:
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    output, totals, *_ = efficient(queries.to(keys.dtype), keys, values, None, True, scale=scaling)
+    totals = totals[:, :, : queries.shape[2]]  # it pads them
+    return output.to(queries.dtype).unsqueeze(2), totals.to(queries.dtype).unsqueeze(2)
+
+
+def _flash(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float, bias: torch.Tensor | None
 ) -> Partial:
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

@@ -80,9 +80,9 @@ class OnlineSoftmax:
             start: Position of its first token among all keys.
             rows: For each batch row which stored one it attends to, on CPU; None if they are the same.
         """
-        groups = self._queries.shape[2]
-        fused = kernels.is_fused(keys.device, self._softcap, keys.shape[3], values.shape[3])
-        for first, end in kernels.stretches(keys, values, groups * self._q_length, fused=fused):
+        num_queries = self._queries.shape[2] * self._q_length
+        fused = kernels.is_fused(keys, values, num_queries, self._softcap)
+        for first, end in kernels.stretches(keys, values, num_queries, fused=fused):
             part = keys[:, :, first:end], values[:, :, first:end]
             self._partials.append(self._partial(*part, start + first, rows, fused=fused))
             if sum(output.numel() for output, _ in self._partials) > _PENDING_NUMBERS:
