@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from transformers import (
     DynamicCache,
     Gemma3ForCausalLM,
@@ -28,6 +29,7 @@ from transformers import (
 
 from nvme_cache import OffloadedNVMeCache, QuantizationConfig
 from nvme_cache.arguments import cache_argument
+from nvme_cache.attention import STREAMING
 
 from .fake_quantized import FakeQuantizedCache
 
@@ -83,6 +85,18 @@ def tiny_t5():
     model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, initializer_factor=5.0)).eval()
     model.generation_config.eos_token_id = None
     return model
+
+
+class Attention(nn.Module):
+    """What a cache sees of a model: a module with a config, which updates a layer."""
+
+    def __init__(self, cache, layer_idx=0):
+        super().__init__()
+        self.config = LlamaConfig(attn_implementation=STREAMING)
+        self.cache, self.layer_idx = cache, layer_idx
+
+    def forward(self, keys, values):
+        return self.cache.update(keys, values, self.layer_idx)
 
 
 def prompt(length, rows=1):

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from nvme_cache.bench.contenders import ALL, OLLM, OURS, OURS_UNVERIFIED
+from nvme_cache.bench.contenders import ALL, HALF_STREAMED, OLLM, OURS, OURS_UNVERIFIED, STREAMED
 from nvme_cache.bench.measure import Rounds, Sample, interleave, paired, rates, spread
 from nvme_cache.bench.steps import SHARES
 
@@ -74,6 +74,11 @@ def test_ours_is_identical_to_the_stock_cache(results):
         if row["contender"] in (OURS, OURS_UNVERIFIED):
             assert row["same_logits"]
             assert row["step_read_bytes"] == row["context_tokens"] * results["peers"]["model"]["token_bytes"]
+        if row["contender"] == STREAMED:
+            assert row["step_read_bytes"] == row["context_tokens"] * results["peers"]["model"]["token_bytes"]
+            assert row["efficiency"]["median"] > 0
+        if row["contender"] == HALF_STREAMED:
+            assert 0 < row["step_read_bytes"] <= row["context_tokens"] * results["peers"]["model"]["token_bytes"] / 2
     assert results["prefill"]["same_logits"]
 
 

@@ -13,7 +13,6 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from torch import nn
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
@@ -24,7 +23,6 @@ from transformers import (
     Gemma3nTextConfig,
     GptOssConfig,
     GptOssForCausalLM,
-    LlamaConfig,
 )
 
 import nvme_cache
@@ -34,19 +32,18 @@ from nvme_cache.attention import STREAMING, streaming_attention
 from nvme_cache.attention.softmax import OnlineSoftmax
 from nvme_cache.handles import Handle
 
-from .conftest import SIZES, exact_and_int8, generate, prompt, tiers, tiny_hybrid, tiny_model, tiny_t5, tokens
-
-
-class Attention(nn.Module):
-    """What a cache sees of a model: a module with a config, which updates a layer."""
-
-    def __init__(self, cache, layer_idx=0):
-        super().__init__()
-        self.config = LlamaConfig(attn_implementation=STREAMING)
-        self.cache, self.layer_idx = cache, layer_idx
-
-    def forward(self, keys, values):
-        return self.cache.update(keys, values, self.layer_idx)
+from .conftest import (
+    SIZES,
+    Attention,
+    exact_and_int8,
+    generate,
+    prompt,
+    tiers,
+    tiny_hybrid,
+    tiny_model,
+    tiny_t5,
+    tokens,
+)
 
 
 def states(length, batch_size=1):

@@ -9,9 +9,10 @@ from .plan import KIB, MIB
 
 MISSING = "matplotlib is not installed (pip install 'nvme-cache[bench]')"
 OURS = "#c2410c"
+_LIGHT = "#fb923c"
 _OTHERS = ("#1f2937", "#2563eb", "#059669", "#7c3aed", "#64748b", "#b45309")
 _DRIVE_COLORS = {
-    "fetch_unverified": "#fb923c",
+    "fetch_unverified": _LIGHT,
     "fetch_int8": "#fdba74",
     "plain": _OTHERS[0],
     "fio_psync": _OTHERS[1],
@@ -83,7 +84,7 @@ def _steps(figure: Any, steps: Figures) -> None:
 
 def _peers(figure: Any, peers: Figures) -> None:
     contexts = list(dict.fromkeys(row["context_tokens"] for row in peers["rows"]))
-    figure.set_size_inches(5.5 * len(contexts), 3.5)
+    figure.set_size_inches(5.8 * len(contexts), 4)
     for axes, context in zip(figure.subplots(1, len(contexts), squeeze=False)[0], contexts, strict=True):
         rows = [row for row in peers["rows"] if row["context_tokens"] == context][::-1]
         rates = [row["tokens_per_s"]["median"] for row in rows]
@@ -100,7 +101,7 @@ def _growth(figure: Any, growth: Figures) -> None:
     step, memory, written = figure.subplots(1, 3)
     rows = growth["rows"]
     contexts = [row["context_tokens"] for row in rows]
-    for name, color in zip(rows[0]["contenders"], (_OTHERS[0], OURS), strict=True):
+    for name, color in zip(rows[0]["contenders"], (_OTHERS[0], OURS, _LIGHT), strict=True):
         found = [row["contenders"][name] for row in rows]
         line(step, contexts, [one["step_s"] for one in found], name, color, scale=1e3)
         memory.plot(contexts, [one["peak_above_model_bytes"] / MIB for one in found], "o-", color=color, label=name)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from functools import partial
 
-from .contenders import OURS, STOCK
+from .contenders import OURS, STOCK, STREAMED
 from .contestant import Burst
 from .measure import Figures, interleave, spread
 from .site import Site
@@ -11,17 +11,17 @@ from .worker import Worker
 
 
 def measure_growth(site: Site, contenders: Mapping[str, Worker]) -> Figures:
-    """Step time and memory with the stock cache and with ours, and what ours has written, at each context."""
-    pair = {name: contenders[name] for name in (STOCK, OURS)}
+    """Step time and memory with the stock cache, ours, and streaming, and what ours has written, at each context."""
+    compared = {name: contenders[name] for name in (STOCK, OURS, STREAMED)}
     rows = []
     for number, length in enumerate(site.plan.growth_contexts):
         site.say(f"growth: {length:,} tokens")
-        for worker in pair.values():
+        for worker in compared.values():
             worker.call("extend" if number else "begin", length)
             worker.call("step", 1)
-        steps = {name: partial(worker.call, "step", 1) for name, worker in pair.items()}
-        rows.append(_row(length, interleave(steps, site.plan.growth), pair[OURS].call("written")))
-    for worker in pair.values():
+        steps = {name: partial(worker.call, "step", 1) for name, worker in compared.items()}
+        rows.append(_row(length, interleave(steps, site.plan.growth), compared[OURS].call("written")))
+    for worker in compared.values():
         worker.call("end")
     return {"rows": rows}
 

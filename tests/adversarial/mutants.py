@@ -51,6 +51,12 @@ MUTANTS = [
         "pass",
     ),
     Mutant(
+        "attention reads blocks where they are kept before they are there",
+        "pager",
+        "lane.transfer.wait(lane.packed)",
+        "pass",
+    ),
+    Mutant(
         "attention waits for too early a point (blocks read)",
         "fetch",
         "self._filled(self.transfer.record())\n\n    def copy(",

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from nvme_cache import OffloadedNVMeCache, QuantizationConfig
+from nvme_cache import OffloadedNVMeCache, QuantizationConfig, segments
 from nvme_cache.shards import Shard
-from tests.conftest import Pair, assert_same, generate, tiers, tiny_model
+from tests.conftest import Attention, Pair, assert_same, generate, tiers, tiny_model
 
 from .executor import HazardError, late
 
@@ -251,3 +251,31 @@ class TestTheExecutorItself:
         with adversary.side_stream(adversary.mark()), pytest.raises(HazardError):
             adversary.copy(target, source)
         forgive(adversary)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_segments_read_as_they_arrive(tier, make_cache, monkeypatch):
+    """Streaming: each segment is there when attention reads it, and stays until it has been read."""
+    monkeypatch.setattr(segments, "_WORTH_READING_ALONE", 0)  # so that blocks on the device are read where they are
+    cache, stock = make_cache(block_size=16, prefetch_depth=1, **TIERS[tier]), DynamicCache()
+    attentions = [Attention(cache, layer_idx) for layer_idx in range(4)]
+    with torch.no_grad():
+        for length in (50, 40, 1, 20, 1, 1, 30, 1):
+            for layer_idx, attention in enumerate(attentions):
+                new = states_of(length)
+                expected = stock.update(*new.clone(), layer_idx)
+                held = attention(*new)
+                found = [part.clone() for part in held] if length == 50 else whole(held, expected)
+                assert all(map(torch.equal, found, expected))
+
+
+def whole(handles, expected):
+    """What attention is shown of `handles`, put together."""
+    found = [torch.full_like(part, torch.nan) for part in expected]
+
+    def visit(keys, values, start, rows):
+        for target, part in zip(found, (keys, values), strict=True):
+            target[:, :, start : start + part.shape[2]] = part
+
+    handles[0].streamed.read(visit)
+    return found
