@@ -69,7 +69,7 @@ class OnlineSoftmax:
             raise ValueError(
                 f"a mask of {tuple(mask.shape)} and {mask.dtype} is not for {extents[0]} queries and {extents[1]} keys"
             )
-        return (mask + 0 if isinstance(mask, LazyMask) else mask).expand(*mask.shape[:-2], *extents)
+        return (mask.laid_out() if isinstance(mask, LazyMask) else mask).expand(*mask.shape[:-2], *extents)
 
     def add(self, keys: torch.Tensor, values: torch.Tensor, start: int, rows: torch.Tensor | None) -> None:
         """Attends to a portion.
