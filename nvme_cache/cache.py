@@ -90,7 +90,8 @@ class OffloadedNVMeCache(StreamingMixin, SnapshotMixin, DynamicCache):
         verify: bool = True,
         **dynamic_cache_kwargs: bool,
     ) -> None:
-        from . import attention  # noqa: F401  makes it known to transformers; brings the code of models
+        if "transformers.modeling_utils" in sys.modules:  # only who has a model needs it; importing it takes seconds
+            from . import attention  # noqa: F401  makes it known
 
         if isinstance(ddp_cache_data, PreTrainedConfig):
             ddp_cache_data, config = None, ddp_cache_data

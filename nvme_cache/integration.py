@@ -120,7 +120,7 @@ def enable(
     attended_with = None
     if attention is not None:
         attended_with = _attention_of(model)
-        model.set_attn_implementation(STREAMING)  # which the cache above has made known
+        model.set_attn_implementation(STREAMING)
     switch = Switch(model, options, Reuse(store, options) if reuse is not False else None, attended_with)
     vars(model).setdefault(_SWITCHES, []).append(switch)
     # A bound method, so that a copied model generates with its own weights.

@@ -337,8 +337,8 @@ class TestMeasuring:
         assert found.write_bytes_per_s < drive.SHARD_BYTES / 0.06
 
     def test_little_room_is_left_alone(self, tmp_path):
-        with pytest.raises(OSError, match="a test needs 128 MiB free"):
-            measure_drive(tmp_path, 100 * MIB, 2, direct=False)
+        with pytest.raises(OSError, match="a test needs 48 MiB free"):
+            measure_drive(tmp_path, 40 * MIB, 2, direct=False)
         assert list(tmp_path.iterdir()) == []
 
     @pytest.mark.parametrize("error", [OSError(122, "Disk quota exceeded"), OSError(5, "Input/output error")])
@@ -441,7 +441,7 @@ class TestProblems:
             ({"folder": {"kind": "network", "file_system": "nfs4"}}, "network (nfs4). Use a folder on a drive of this"),
             ({"folder": {"takes_direct": False, "file_system": "zfs"}}, "zfs refuses O_DIRECT"),
             ({"folder": {"free_bytes": 3 * GIB}}, "Only 3.0 GiB free, 24,576 tokens"),
-            ({"folder": {"file_limit_bytes": 32 * MIB}}, "ulimit -f unlimited"),
+            ({"folder": {"file_limit_bytes": 12 * MIB}}, "ulimit -f unlimited"),
             ({"folder": {"removed_orphans": [ORPHAN]}}, f"{ORPHAN}. Removed"),
             ({"drive": {"reads": reading_at(4e8)}}, "reads at 0.40 GB/s, far below an NVMe drive"),
             ({"drive": {"reads": reading_at(2e8)}, "folder": {"is_rotational": True}}, "rotational, and reads at 0.20"),
