@@ -27,8 +27,8 @@ test-slow: .venv/installed
 
 # Tests of streams, drives, files and commands ask nothing more of transformers than the others. (Of keys and values of
 # different dtypes the oldest makes one, so that the reference for quantized blocks would not hold there.)
-NOT_ON_FLOOR := adversarial test_quantization.py test_quality.py test_bench.py test_benchmarks.py test_doctor.py \
-	test_drive.py test_recycling.py test_snapshots.py test_snapshot_store.py test_remote_snapshots.py
+NOT_ON_FLOOR := adversarial test_attention.py test_quantization.py test_quality.py test_bench.py test_benchmarks.py test_doctor.py \
+	test_drive.py test_recycling.py test_memory.py test_snapshots.py test_snapshot_store.py test_remote_snapshots.py
 test-floor: .venv-floor/installed
 	.venv-floor/bin/python -m pytest $(NOT_ON_FLOOR:%=--ignore tests/%) -k "not int8"
 

@@ -86,7 +86,7 @@ def problems(draw):
     return problem, cuts, draw(st.randoms(use_true_random=False))
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(problems(), st.booleans())
 def test_portions_in_any_order_add_up(drawn, tiny_limits):
     problem, cuts, random = drawn
@@ -109,7 +109,7 @@ def test_portions_in_any_order_add_up(drawn, tiny_limits):
     assert torch.allclose(ours.double(), expected, atol=2e-6, rtol=1e-5)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_rows_that_share_stored_ones_attend_as_if_each_had_its_own(data):
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1 << 30)))
