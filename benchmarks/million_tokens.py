@@ -22,6 +22,7 @@ from transformers import AttentionInterface, LlamaConfig
 
 from nvme_cache import OffloadedNVMeCache
 from nvme_cache.attention import STREAMING
+from nvme_cache.bench.contestant import forget_peak, status_bytes
 from nvme_cache.units import in_bytes
 
 _HEADS, _KEY_HEADS, _HEAD_DIM = 32, 8, 128
@@ -68,8 +69,8 @@ def main(
         OffloadedNVMeCache(offload_dir=place, host_budget=0, device_budget=0) as cache,
     ):
         group = LayerGroup(layers, cache)
-        _forget_peak()
-        before = _status_bytes("VmRSS")
+        forget_peak()
+        before = status_bytes("VmRSS")
         began = time.perf_counter()
         for layer_idx in range(layers):
             for keys, values in _history(layer_idx, tokens):
@@ -80,7 +81,7 @@ def main(
             began = time.perf_counter()
             outputs.append([group(layer_idx, *_new(layer_idx, step)) for layer_idx in range(layers)])
             times.append(time.perf_counter() - began)
-        peak_bytes, stored = _status_bytes("VmHWM") - before, cache.memory_usage()
+        peak_bytes, stored = status_bytes("VmHWM") - before, cache.memory_usage()
     console.print("checking against the reference")
     # The last step's: it attends to all that came before.
     errors = [_error(outputs[-1][layer_idx], _reference(layer_idx, tokens, steps)) for layer_idx in range(layers)]
@@ -131,15 +132,6 @@ def _error(output: torch.Tensor, expected: torch.Tensor) -> float:
     """The largest relative error, numbers far smaller than the rest aside."""
     least = expected.abs().mean() / 10
     return float(((output.double() - expected).abs() / expected.abs().clamp(min=least)).max())
-
-
-def _forget_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def _status_bytes(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(field))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 STREAMING = "nvme_streaming"
 Read: TypeAlias = Callable[[Callable[[Segment, States], None]], None]
+Visit: TypeAlias = Callable[[torch.Tensor, torch.Tensor, int, torch.Tensor | None], None]
 
 
 class Streamed:
@@ -71,7 +72,7 @@ class Streamed:
         keys.which, values.which = 0, 1
         return keys, values
 
-    def read(self, visit: Callable[[torch.Tensor, torch.Tensor, int, torch.Tensor | None], None]) -> None:
+    def read(self, visit: Visit) -> None:
         """Has `visit` read everything once, in portions.
 
         Args:
@@ -88,11 +89,7 @@ class Streamed:
             visit(*self.laid_out(), 0, None)
             return
         self._was_read = True
-        self._read(lambda segment, states: visit(*states, segment.start, segment.rows))
-        start = self._sealed_length
-        for keys, values in self._recent:
-            visit(keys, values, start, None)
-            start += keys.shape[2]
+        self._read_all(visit)
 
     def laid_out(self) -> States:
         """Keys and values in fresh memory, `[batch, heads, length, head_dim]`.
@@ -107,17 +104,13 @@ class Streamed:
                 for kind in (self._spec.keys, self._spec.values)
             )  # fmt: skip
 
-            def copy(own: States, start: int, rows: torch.Tensor | None) -> None:
-                for target, states in zip((keys, values), own, strict=True):
+            def copy(own_keys: torch.Tensor, own_values: torch.Tensor, start: int, rows: torch.Tensor | None) -> None:
+                for target, states in ((keys, own_keys), (values, own_values)):
                     near = states if rows is None else states[rows.to(states.device)]
                     target[:, :, start : start + states.shape[2]] = near
 
             with torch.no_grad():
-                self._read(lambda segment, states: copy(states, segment.start, segment.rows))
-                start = self._sealed_length
-                for states in self._recent:
-                    copy(states, start, None)
-                    start += states[0].shape[2]
+                self._read_all(copy)
             self._laid_out = keys, values
         return self._laid_out
 
@@ -126,6 +119,13 @@ class Streamed:
         _say_once(self._name)
         self._lay_out_from_now_on()
         return self.laid_out()
+
+    def _read_all(self, visit: Visit) -> None:
+        self._read(lambda segment, states: visit(*states, segment.start, segment.rows))
+        start = self._sealed_length
+        for keys, values in self._recent:
+            visit(keys, values, start, None)
+            start += keys.shape[2]
 
 
 class Handle(StandIn):

@@ -192,7 +192,7 @@ def left_padded(lengths, kv_length):
 def test_tiles_of_a_rule_are_tiles_of_the_mask(function, padding, q_length):
     made = rule(q_length, 60, function=function, padding=padding)
     whole = sdpa_mask(2, q_length, 60, 60 - q_length, 0, function, padding, allow_is_causal_skip=False, device="cpu")
-    assert torch.equal(made.laid_out(), whole)
+    assert torch.equal(made.whole, whole)
     for queries in (slice(0, q_length), slice(0, 1), slice(q_length // 2, q_length)):
         for keys in (slice(0, 60), slice(0, 10), slice(11, 40), slice(55, 60)):
             expected = whole[:, :, queries, keys]
@@ -209,21 +209,21 @@ class TestLazyMask:
         made = rule(20, 60, padding=left_padded([0, 11], 60))
         mask = LazyMask.by(made)
         assert (mask.shape, mask.dtype, mask.ndim) == ((2, 1, 20, 60), torch.bool, 4)
-        assert not made._whole  # none of this laid it out
-        assert torch.equal(mask & True, made.laid_out())
-        assert torch.equal(torch.where(mask, 0.0, 1.0), torch.where(made.laid_out(), 0.0, 1.0))
-        assert torch.equal(mask[:, :, :, 7:30], made.laid_out()[:, :, :, 7:30])
+        assert "whole" not in vars(made)  # none of this laid it out
+        assert torch.equal(mask & True, made.whole)
+        assert torch.equal(torch.where(mask, 0.0, 1.0), torch.where(made.whole, 0.0, 1.0))
+        assert torch.equal(mask[:, :, :, 7:30], made.whole[:, :, :, 7:30])
 
     def test_cutting_out_queries_makes_another(self):
         mask = LazyMask.by(rule(20, 60, padding=left_padded([0, 11], 60)))
         cut = mask[:, :, -5:, :]
         assert isinstance(cut, LazyMask) and cut.shape == (2, 1, 5, 60)
-        assert not mask.rule._whole and not cut.rule._whole
-        assert torch.equal(cut & True, mask.rule.laid_out()[:, :, -5:])
+        assert "whole" not in vars(mask.rule) | vars(cut.rule)
+        assert torch.equal(cut & True, mask.rule.whole[:, :, -5:])
 
     def test_for_models_that_add_it_it_is_a_float(self):
         made = rule(3, 9, dtype=torch.float16)
-        expected = torch.where(rule(3, 9).laid_out(), 0.0, torch.finfo(torch.float16).min).half()
+        expected = torch.where(rule(3, 9).whole, 0.0, torch.finfo(torch.float16).min).half()
         assert torch.equal(LazyMask.by(made) + 0, expected)
 
 
@@ -244,4 +244,4 @@ class TestStreamingMask:
         assert mask.shape == (1, 1, 4096, 1 << 20)
         assert mask.rule.visible(slice(0, 4096), slice(0, 1 << 19)) is True
         assert mask.rule.visible(slice(0, 16), slice((1 << 20) - 16, 1 << 20)) is False
-        assert not mask.rule._whole
+        assert "whole" not in vars(mask.rule)

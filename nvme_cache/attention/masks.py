@@ -44,8 +44,7 @@ class MaskRule:
     use_vmap: bool
     device: torch.device
     dtype: torch.dtype = torch.bool
-    _whole: list[torch.Tensor] = field(default_factory=list)
-    _seen: dict[tuple[int, ...], Visible] = field(default_factory=dict)
+    _seen: dict[tuple[int, ...], Visible] = field(default_factory=dict, init=False)
 
     def visible(self, queries: slice, keys: slice) -> Visible:
         """Whether these queries may attend to these keys: all to all, none to any, or `[batch, 1, queries, keys]`."""
@@ -74,15 +73,14 @@ class MaskRule:
         """Whether there are keys that nobody may attend to."""
         return self._is_padded(slice(0, self.kv_length))
 
-    def laid_out(self) -> torch.Tensor:
-        """The whole mask, `[batch, 1, q_length, kv_length]`, as "sdpa" gives it, or "eager" if it is a float."""
-        if not self._whole:
-            mask = self._mask(slice(0, self.q_length), slice(0, self.kv_length))
-            if self.dtype is not torch.bool:
-                hidden = mask.new_full((), torch.finfo(self.dtype).min, dtype=self.dtype)
-                mask = torch.where(mask, hidden.new_zeros(()), hidden)
-            self._whole.append(mask)
-        return self._whole[0]
+    @cached_property
+    def whole(self) -> torch.Tensor:
+        """The mask laid out, `[batch, 1, q_length, kv_length]`, as "sdpa" gives it, or "eager" if it is a float."""
+        mask = self._mask(slice(0, self.q_length), slice(0, self.kv_length))
+        if self.dtype is torch.bool:
+            return mask
+        hidden = mask.new_full((), torch.finfo(self.dtype).min, dtype=self.dtype)
+        return torch.where(mask, hidden.new_zeros(()), hidden)
 
     def _mask(self, queries: slice, keys: slice) -> torch.Tensor:
         mask = sdpa_mask(
@@ -130,7 +128,7 @@ class LazyMask(StandIn):
 
     def laid_out(self) -> torch.Tensor:
         """The whole mask."""
-        return self.rule.laid_out()
+        return self.rule.whole
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -143,7 +141,7 @@ class LazyMask(StandIn):
                 return mask
             if step == 1 and dim == 2:
                 rule = mask.rule
-                return cls.by(replace(rule, q_length=end - first, q_offset=rule.q_offset + first, _whole=[], _seen={}))
+                return cls.by(replace(rule, q_length=end - first, q_offset=rule.q_offset + first))
         return super().__torch_dispatch__(function, types, args, kwargs)
 
 

@@ -91,7 +91,7 @@ class Contestant:
         if task.contender in ATTENDS_STREAMING:
             self._model.set_attn_implementation(STREAMING)
         self._forward(DynamicCache(config=self._config), 0)  # what the model allocates once
-        self._baseline_bytes = _status_bytes("VmRSS")
+        self._baseline_bytes = status_bytes("VmRSS")
         self._cache: DynamicCache | None = None
         self._length = 0
 
@@ -109,7 +109,7 @@ class Contestant:
 
     def step(self, count: int) -> Burst:
         """Times `count` cold steps, after one that is not timed: what was fetched ahead meanwhile counts for nobody."""
-        _forget_peak()
+        forget_peak()
         digests = [self._cold_step()[2]]
         reads, drive = self._read_bytes(), _drive_bytes()
         walls, cpus = 0.0, 0.0
@@ -123,7 +123,7 @@ class Contestant:
             read_bytes=(self._read_bytes() - reads) // count if self._is_ours else self._file_bytes(),
             drive_bytes=(_drive_bytes() - drive) // count,
             digests=digests,
-            peak_bytes=_status_bytes("VmHWM") - self._baseline_bytes,
+            peak_bytes=status_bytes("VmHWM") - self._baseline_bytes,
         )
 
     def prefill(self, length: int) -> Prefill:
@@ -199,7 +199,7 @@ def _drive_bytes() -> int:
         return 0
 
 
-def _forget_peak() -> None:
+def forget_peak() -> None:
     """The memory peak begins anew, from what is in use: what filling the cache left to the allocator goes back."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
@@ -207,7 +207,8 @@ def _forget_peak() -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
-def _status_bytes(field: str) -> int:
+def status_bytes(field: str) -> int:
+    """What the kernel says of this process's memory, such as "VmRSS"."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
