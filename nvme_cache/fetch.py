@@ -1,11 +1,14 @@
 """Laying runs out in a slot: what there is to read and to copy, and the tasks that do it on reader threads."""
 
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
 from threading import Semaphore
+from typing import TypeVar
 
 import torch
 
@@ -15,7 +18,7 @@ from .errors import NVMeCacheError
 from .meter import Cause, Meter, Phase
 from .quantization import Codec, Exact
 from .shards import Sections, Shard, spread, staged
-from .slots import Slot
+from .slots import Check, Slot
 from .transfer import Event, Transfer
 
 _WORTH_SPLITTING = 8 << 20  # bytes
@@ -92,6 +95,14 @@ class Resident:
     parts: Parts
     target: Target
 
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes of the blocks."""
+        return sum(part.nbytes for part in self.parts)
+
+
+_Work = TypeVar("_Work", Read, Resident)
+
 
 def plan(slot: Slot, runs: Sequence[BlockRun], *, in_parts: bool) -> tuple[list[Read], list[Resident]]:
     """What brings `runs` into a freshly laid out `slot`, from its first token on; the slot counts as filled by it.
@@ -134,15 +145,15 @@ def _reads(
         yield Read(shard, groups, own, rows if len(rows) == len(part) else None, warm)
 
 
-def split(reads: Sequence[Read], count: int) -> list[list[Read]]:
+def split(work: Sequence[_Work], count: int) -> list[list[_Work]]:
     """At most `count` consecutive groups of about equal bytes, one for each thread."""
-    groups: list[list[Read]] = []
-    total, done = sum(read.nbytes for read in reads), 0
-    for read in reads:
+    groups: list[list[_Work]] = []
+    total, done = sum(part.nbytes for part in work), 0
+    for part in work:
         if not groups or done * count >= total * len(groups):
             groups.append([])
-        groups[-1].append(read)
-        done += read.nbytes
+        groups[-1].append(part)
+        done += part.nbytes
     return groups
 
 
@@ -180,8 +191,10 @@ class Filler:
     turns: Semaphore
     verify: bool
 
-    def read(self, reads: list[Read], after: Event) -> Filled:
+    def read(self, reads: list[Read], after: Event, checks: list[Check] | None) -> Filled:
         """Reads sections into their slot, the copies not before `after`, and empties `reads`.
+
+        What can be checked where it lies is left to who waits for it, if there are `checks` to add it to.
 
         Raises:
             NVMeCacheError: a shard is damaged or unreadable.
@@ -197,7 +210,7 @@ class Filler:
             if reads:
                 reads[0].shard.expect(reads[0].sections)
             if read.rows is not None:
-                self._read(read, read.rows)
+                self._read(read, read.rows, checks)
             elif read.warm is None:
                 self._read_staged(read, after)
             else:
@@ -209,7 +222,7 @@ class Filler:
         self._copy(residents, after)
         return self._filled(self.transfer.record())
 
-    def _read(self, read: Read, views: Sequence[Sequence[memoryview]]) -> None:
+    def _read(self, read: Read, views: Sequence[Sequence[memoryview]], checks: list[Check] | None) -> None:
         with self.meter.phase(Cause.DRIVE, works=False):
             self.turns.acquire()
         try:
@@ -218,8 +231,12 @@ class Filler:
         finally:
             self.turns.release()
         if self.verify or read.shard.needs_verifying(read.sections):
-            with self.meter.phase(Cause.CHECK):
-                read.shard.verify(read.sections, views)
+            check = partial(_check, weakref.ref(read.shard), read.sections, views)
+            if checks is not None:
+                checks.append(check)
+            else:
+                with self.meter.phase(Cause.CHECK):
+                    check()
 
     def _read_staged(self, read: Read, after: Event) -> None:
         with self.meter.phase(Cause.STAGING, works=False):
@@ -237,7 +254,7 @@ class Filler:
             warm.keep(resident.target.index, resident.parts)
 
     def _read_into(self, buffer: HostBuffer, read: Read) -> list[Resident]:
-        self._read(read, [[view] for view in spread(buffer.view, read.sections)])
+        self._read(read, [[view] for view in spread(buffer.view, read.sections)], None)
         parts = iter(staged(buffer, read.sections))
         return list(map(Resident, [tuple(islice(parts, len(group))) for group in read.groups], read.targets))
 
@@ -251,6 +268,11 @@ class Filler:
 
     def _filled(self, event: Event) -> Filled:
         return Filled(event, time.perf_counter(), self.meter.phases())
+
+
+def _check(shard: weakref.ref[Shard], sections: Sections, views: Sequence[Sequence[memoryview]]) -> None:
+    if (alive := shard()) is not None:  # else its tokens were dropped meanwhile
+        alive.verify(sections, views)
 
 
 def _brought(part: torch.Tensor, transfer: Transfer) -> torch.Tensor:

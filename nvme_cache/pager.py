@@ -14,21 +14,22 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from threadpoolctl import ThreadpoolController
 
 from . import fetch
 from .blocks import BlockRun
 from .buffers import StagingPool
-from .errors import CacheClosedError, CacheMisuseError
-from .meter import Meter, split
+from .errors import CacheClosedError, CacheMisuseError, NVMeCacheError
+from .meter import Cause, Meter, split
 from .placement import Budgets, Tier, place
 from .quantization import QuantizationConfig
 from .seal import Lane, Sealer
 from .shards import MAX_SECTION_BYTES
-from .slots import Lease, SlotPool
+from .slots import Check, Lease, SlotPool
 from .spill import Writer
 from .states import LayerSpec, States
 from .store import Store
-from .transfer import Timestamp, transfer_for
+from .transfer import Timestamp, accelerator, transfer_for
 
 _THREAD_PREFIX = "nvme-cache"
 _SEGMENTS_BYTES = 40 << 20  # laid out at a time
@@ -82,8 +83,12 @@ class Pager:
         self._pid = os.getpid()
         self._lanes: dict[torch.device, Lane] = {}
         self._turns = threading.Semaphore(self._io_threads)
-        self._readers = ThreadPoolExecutor(_THREADS_PER_READ * self._io_threads, f"{_THREAD_PREFIX}-read")
-        write_thread = ThreadPoolExecutor(1, f"{_THREAD_PREFIX}-write")
+        self._checks_late = _takes_all_cores()
+        # A thread that does nothing but read needs no second one to take over, which would have to be woken first.
+        self._readers = _threads(
+            self._io_threads * (1 if self._checks_late and quantization is None else _THREADS_PER_READ), "read"
+        )
+        write_thread = _threads(1, "write")
         self._writer = Writer(write_thread, self.meter)
         self._sealer = Sealer(store, self._writer, self.meter, block_size, quantization)
         self._finalizer = weakref.finalize(self, _shut_down, self._readers, write_thread, self._lanes, store, self._pid)
@@ -273,17 +278,19 @@ class Pager:
         reads, residents = fetch.plan(slot, runs, in_parts=threads > 1)
         read_bytes = sum(read.nbytes for read in reads)  # tasks empty what they are given
         after = lane.transfer.mark()
+        checks: list[Check] = []
+        later = checks if self._checks_late else None
         try:
-            if residents:
-                slot.tasks.append(self._readers.submit(lane.filler.copy, residents, after))
+            for copies in fetch.split(residents, threads):
+                slot.tasks.append(self._readers.submit(lane.filler.copy, copies, after))
             for group in fetch.split(reads, threads):
-                slot.tasks.append(self._readers.submit(lane.filler.read, group, after))
+                slot.tasks.append(self._readers.submit(lane.filler.read, group, after, later))
         except BaseException:
             slot.abandon()
             raise
         self.meter.read_bytes += read_bytes
-        self.meter.copied_bytes += sum(part.nbytes for resident in residents for part in resident.parts)
-        return Lease(slot, slot.tenancy, pool)
+        self.meter.copied_bytes += sum(resident.nbytes for resident in residents)
+        return Lease(slot, slot.tenancy, pool, checks)
 
     def wait(self, lease: Lease, device: torch.device) -> bool:
         """Waits until the leased slot is filled; computation on the device is made to wait for the last copies.
@@ -298,6 +305,13 @@ class Pager:
         began_s = time.perf_counter()
         errors = [error for task in slot.tasks if (error := task.exception()) is not None]
         ended_s = time.perf_counter()
+        try:
+            while lease.checks and not errors:
+                lease.checks[-1]()
+                lease.checks.pop()  # not before: whoever is interrupted asks again
+        except NVMeCacheError as error:
+            errors.append(error)
+        self.meter.waited({Cause.CHECK: time.perf_counter() - ended_s})
         if errors:
             slot.abandon()
             self.check()  # raises why a write failed, unless it has been said before
@@ -328,6 +342,28 @@ class Pager:
             slots, segment_slots = SlotPool(transfer), SlotPool(transfer)
             self._lanes[device] = Lane(transfer, slots, segment_slots, staging, filler, packed=transfer.record())
         return self._lanes[device]
+
+
+def _takes_all_cores() -> bool:
+    """Whether the model computes on every core there is, so that background threads that compute take one from it.
+
+    Then who waits for what they read may as well check it: that takes no longer, and no thread makes way for another.
+    """
+    return accelerator() is None and torch.get_num_threads() >= len(os.sched_getaffinity(0))
+
+
+def _threads(count: int, name: str) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(count, f"{_THREAD_PREFIX}-{name}", initializer=_compute_alone)
+
+
+def _compute_alone() -> None:
+    """Has torch compute on this thread without others, of which OpenMP would start some for each that computes.
+
+    They would take the model's cores, and once there are more of them than cores, OpenMP lets all of them sleep, the
+    model's too, as soon as they have nothing to do: waking them takes longer than what they do for a token.
+    """
+    torch.get_num_threads()  # sets the thread up, and would undo the next line if it came later
+    ThreadpoolController().limit(limits=1, user_api="openmp")
 
 
 def _shut_down(

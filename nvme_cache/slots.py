@@ -6,9 +6,10 @@ being filled for the layers ahead.
 """
 
 import sys
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -16,6 +17,8 @@ from .buffers import HostBuffer
 from .io import ALIGNMENT, round_up
 from .states import LayerSpec, States, StateSpec
 from .transfer import Transfer
+
+Check: TypeAlias = Callable[[], None]
 
 _WINDOW = 512  # updates: slots that were not needed for one or two of these are given up
 
@@ -228,11 +231,19 @@ class SlotPool:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A layer's hold on a slot, valid until the slot passes to another layer."""
+    """A layer's hold on a slot, valid until the slot passes to another layer.
+
+    Attributes:
+        slot: The slot.
+        tenancy: What the slot's was when it passed to this layer.
+        pool: Where the slot is from.
+        checks: To be made by whoever waits for the slot to be filled, before anyone uses what is in it.
+    """
 
     slot: Slot
     tenancy: int
     pool: SlotPool
+    checks: list[Check]
 
     @property
     def is_valid(self) -> bool:

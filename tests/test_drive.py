@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -11,9 +12,11 @@ import torch
 from nvme_cache import OffloadedNVMeCache, arguments, cgroup, drive, io
 from nvme_cache.cgroup import MemoryLimit
 from nvme_cache.drive import TEST_BYTES, Drive
+from nvme_cache.fetch import Resident, split
+from nvme_cache.pager import _takes_all_cores
 from nvme_cache.quantization import Quantized
 from nvme_cache.shards import Shard
-from nvme_cache.transfer import HostTransfer
+from nvme_cache.transfer import HostTransfer, accelerator
 
 MIB = 1 << 20
 
@@ -101,9 +104,35 @@ def test_direct_io_that_is_taken_and_then_cached_does_not_count(tmp_path, monkey
 @pytest.mark.parametrize(("options", "threads"), [({}, 3), ({"io_threads": 7}, 7)])
 def test_threads_are_as_tested_unless_told_otherwise(options, threads, make_cache, monkeypatch):
     monkeypatch.setattr("nvme_cache.store.drive_of", lambda folder: Drive(io_threads=3))
-    pager = make_cache(**options)._pager
-    assert pager._turns._value == threads
-    assert pager._readers._max_workers == 2 * threads  # as many again, to check and decode
+    for all_cores, quantization, per_read in ((False, None, 2), (True, "int8", 2), (True, None, 1)):
+        monkeypatch.setattr("nvme_cache.pager._takes_all_cores", lambda all_cores=all_cores: all_cores)
+        pager = make_cache(quantization=quantization, **options)._pager
+        assert pager._turns._value == threads
+        assert pager._readers._max_workers == per_read * threads  # as many again where they check or decode
+
+
+@pytest.mark.parametrize("cores", [1, 64])
+def test_a_model_on_the_host_may_leave_cores_to_others(cores, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
+    assert _takes_all_cores() == (torch.get_num_threads() >= cores and accelerator() is None)
+
+
+def test_background_threads_compute_without_help_and_nobody_else_has_to(make_cache):
+    pager, threads = make_cache(block_size=16)._pager, torch.get_num_threads()
+    for executor in (pager._readers, pager._writer._executor):
+        assert executor.submit(torch.get_num_threads).result() == 1
+    with ThreadPoolExecutor(1) as executor:
+        assert executor.submit(torch.get_num_threads).result() == threads == torch.get_num_threads()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+def test_threads_share_what_is_to_be_copied(count):
+    pieces = [Resident((torch.empty(nbytes, dtype=torch.uint8),), None) for nbytes in (6, 2, 2, 4, 2)]
+    groups = split(pieces, count)
+    assert [piece for group in groups for piece in group] == pieces
+    assert [sum(piece.nbytes for piece in group) for group in groups] == {
+        1: [16], 2: [8, 8], 3: [6, 8, 2], 8: [6, 2, 2, 4, 2]
+    }[count]  # fmt: skip
 
 
 @pytest.mark.parametrize(("options", "tokens", "depth"), [({}, 64, 4), ({}, 2048, 2), ({"prefetch_depth": 3}, 2048, 3)])

@@ -2,6 +2,7 @@
 
 import json
 import os
+import weakref
 
 import pytest
 import torch
@@ -31,6 +32,16 @@ def one_more_token(cache):
 
 def shards_of(cache):
     return sorted(cache.offload_path.glob("*.safetensors"))
+
+
+def flip(path, offset):
+    """Changes a bit of a file on the drive."""
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 0x10]))
+        os.fsync(file.fileno())
 
 
 @pytest.mark.parametrize("tokens", [16, 100])
@@ -102,8 +113,10 @@ def test_files_are_private(make_cache):
         assert path.stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.parametrize("all_cores", [True, False])  # checked by whoever waits, or where it is read
 @pytest.mark.parametrize("block_size", [16, 64])  # through staging, and straight into the slot
-def test_every_flipped_bit_is_found(block_size, make_cache):
+def test_every_flipped_bit_is_found(block_size, all_cores, make_cache, monkeypatch):
+    monkeypatch.setattr("nvme_cache.pager._takes_all_cores", lambda: all_cores)
     for where in range(4):
         cache, _ = filled_cache(make_cache, tokens=200, block_size=block_size, prefetch_depth=0)
         one_more_token(cache)
@@ -115,12 +128,7 @@ def test_every_flipped_bit_is_found(block_size, make_cache):
         offset = (
             header + [0, section.nbytes - 1, section.padded_nbytes, section.padded_nbytes + section.nbytes - 1][where]
         )
-        with path.open("r+b") as file:
-            file.seek(offset)
-            byte = file.read(1)[0]
-            file.seek(offset)
-            file.write(bytes([byte ^ 0x10]))
-            os.fsync(file.fileno())
+        flip(path, offset)
         with pytest.raises(
             ShardCorruptedError, match=rf"(?s)layer \d+ in shard {path}.*tokens \d+ to \d+ do not match"
         ):
@@ -128,15 +136,38 @@ def test_every_flipped_bit_is_found(block_size, make_cache):
                 one_more_token(cache)
 
 
+def test_an_interrupted_check_is_made_again(make_cache, monkeypatch):
+    monkeypatch.setattr("nvme_cache.pager._takes_all_cores", lambda: True)
+    cache, _ = filled_cache(make_cache, tokens=200, block_size=64, prefetch_depth=0)
+    one_more_token(cache)
+    flip(shards_of(cache)[0], 4096)
+    with monkeypatch.context() as interrupted:
+
+        def interrupt(*_):
+            raise KeyboardInterrupt
+
+        interrupted.setattr(Shard, "verify", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            one_more_token(cache)
+    with pytest.raises(ShardCorruptedError, match="layer 0 in shard"):
+        one_more_token(cache)
+
+
+def test_what_is_still_to_be_checked_keeps_no_file(make_cache, monkeypatch):
+    monkeypatch.setattr("nvme_cache.pager._takes_all_cores", lambda: True)
+    cache, _ = filled_cache(make_cache, tokens=200, block_size=64, prefetch_depth=1)
+    one_more_token(cache)
+    cache._pager.flush()  # the next token's first layer has been read, and nobody has waited for it
+    assert cache.layers[0]._lease.checks
+    shard = weakref.ref(cache.layers[0]._history.runs[0].blocks)
+    cache.crop(-cache.get_seq_length())
+    assert shard() is None
+
+
 def test_verification_can_be_turned_off(make_cache):
     cache, states = filled_cache(make_cache, verify=False, prefetch_depth=0)
     one_more_token(cache)
-    path = shards_of(cache)[0]
-    data = bytearray(path.read_bytes())
-    data[4096] ^= 0x10
-    with path.open("r+b") as file:
-        file.write(data)
-        os.fsync(file.fileno())
+    flip(shards_of(cache)[0], 4096)
     keys, _ = one_more_token(cache)[0]
     assert not torch.equal(keys[:, :, :96], states[0][0][:, :, :96])
 

@@ -93,9 +93,9 @@ class Kernel:
         fused = is_fused(keys, values, queries.shape[2], self._softcap)
         if fused and bias is None and keys.device.type == "cuda":
             return _efficient(queries, keys, values, self._scaling)
-        near_keys, near_values = _converted(keys, values, queries.dtype)
         if fused and keys.device.type == "cpu":
-            return _flash(queries, near_keys, near_values, self._scaling, bias)
+            return _flash(queries, keys, values, self._scaling, bias)
+        near_keys, near_values = _converted(keys, values, queries.dtype)
         scores = torch.matmul(queries * self._scaling, near_keys.transpose(2, 3))
         if self._softcap is not None:
             scores = scores.div_(self._softcap).tanh_().mul_(self._softcap)
@@ -160,18 +160,21 @@ def _flash(
 ) -> Partial:
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     if bias is not None:
-        output, totals = flash(queries, keys, values, attn_mask=bias, scale=scaling)
+        output, totals = flash(queries, *_converted(keys, values, queries.dtype), attn_mask=bias, scale=scaling)
         totals = totals.masked_fill((bias == -math.inf).all(-1), -math.inf)  # it says 0 there
         return output.unsqueeze(2), totals.unsqueeze(2)
-    # Each head of each row is one thread's work. Where there are too few of them, tokens are split too.
+    # Each head of each row is one thread's work. Where there are too few of them, tokens are split too, the outermost
+    # dimension of all: then the share of the converted memory that a thread fills is the share that it reads, and
+    # nothing has to go from one core's cache to another's, which can cost more than everything else here.
     batch_size, num_heads, length, _ = keys.shape
     wanted = -(-2 * torch.get_num_threads() // (num_heads * -(-queries.shape[2] // 32)))
     splits = 1 << (wanted - 1).bit_length()
-    while splits > 1 and (length % splits or length // splits < _LEAST_SPLIT):
+    while splits > 1 and (length % splits or length // splits < _LEAST_SPLIT or batch_size > 1):
         splits //= 2
-    if splits == 1 or batch_size > 1:
-        output, totals = flash(queries, keys, values, scale=scaling)
+    if splits == 1:
+        output, totals = flash(queries, *_converted(keys, values, queries.dtype), scale=scaling)
         return output.unsqueeze(2), totals.unsqueeze(2)
-    shares = (part[0].unflatten(1, (splits, -1)).transpose(0, 1) for part in (keys, values))
+    near_keys, near_values = (part[0].unflatten(1, (splits, -1)).transpose(0, 1) for part in (keys, values))
+    shares = _converted(near_keys, near_values, queries.dtype)
     output, totals = flash(queries.expand(splits, -1, -1, -1), *shares, scale=scaling)
     return output.transpose(0, 1).unsqueeze(0), totals.transpose(0, 1).unsqueeze(0)
