@@ -88,10 +88,11 @@ class Pager:
         self._readers = _threads(
             self._io_threads * (1 if self._checks_late and quantization is None else _THREADS_PER_READ), "read"
         )
-        write_thread = _threads(1, "write")
+        self._copiers, write_thread = _threads(self._io_threads, "copy"), _threads(1, "write")
         self._writer = Writer(write_thread, self.meter)
         self._sealer = Sealer(store, self._writer, self.meter, block_size, quantization)
-        self._finalizer = weakref.finalize(self, _shut_down, self._readers, write_thread, self._lanes, store, self._pid)
+        fillers = self._readers, self._copiers
+        self._finalizer = weakref.finalize(self, _shut_down, fillers, write_thread, self._lanes, store, self._pid)
 
     @property
     def folder(self) -> Path:
@@ -282,7 +283,7 @@ class Pager:
         later = checks if self._checks_late else None
         try:
             for copies in fetch.split(residents, threads):
-                slot.tasks.append(self._readers.submit(lane.filler.copy, copies, after))
+                slot.tasks.append(self._copiers.submit(lane.filler.copy, copies, after))
             for group in fetch.split(reads, threads):
                 slot.tasks.append(self._readers.submit(lane.filler.read, group, after, later))
         except BaseException:
@@ -305,13 +306,14 @@ class Pager:
         began_s = time.perf_counter()
         errors = [error for task in slot.tasks if (error := task.exception()) is not None]
         ended_s = time.perf_counter()
-        try:
-            while lease.checks and not errors:
-                lease.checks[-1]()
-                lease.checks.pop()  # not before: whoever is interrupted asks again
-        except NVMeCacheError as error:
-            errors.append(error)
-        self.meter.waited({Cause.CHECK: time.perf_counter() - ended_s})
+        if lease.checks and not errors:
+            try:
+                while lease.checks:
+                    lease.checks[-1]()
+                    lease.checks.pop()  # not before: whoever is interrupted asks again
+            except NVMeCacheError as error:
+                errors.append(error)
+            self.meter.waited({Cause.CHECK: time.perf_counter() - ended_s})
         if errors:
             slot.abandon()
             self.check()  # raises why a write failed, unless it has been said before
@@ -367,7 +369,7 @@ def _compute_alone() -> None:
 
 
 def _shut_down(
-    readers: ThreadPoolExecutor,
+    fillers: Sequence[ThreadPoolExecutor],
     writer: ThreadPoolExecutor,
     lanes: dict[torch.device, Lane],
     store: Store,
@@ -376,7 +378,8 @@ def _shut_down(
     if os.getpid() == owner_pid:
         # The collector may run this on one of the threads it would wait for.
         wait_for_threads = not threading.current_thread().name.startswith(_THREAD_PREFIX)
-        readers.shutdown(wait=wait_for_threads)  # nothing is cancelled that another thread may be waiting for
+        for filler in fillers:
+            filler.shutdown(wait=wait_for_threads)  # nothing is cancelled that another thread may be waiting for
         for lane in lanes.values():
             lane.transfer.record().synchronize()  # memory goes back to its allocator: no copy may still be using it
         writer.shutdown(wait=wait_for_threads, cancel_futures=True)

@@ -76,7 +76,7 @@ def test_a_delay_goes_to_its_cause(cause, make_cache, delay):
 
 
 def test_copying_from_memory_goes_to_copies(make_cache, delay):
-    cache = filled(make_cache, host_budget="1GiB")
+    cache = filled(make_cache, host_budget="1GiB", io_threads=1)
     delay(Cause.COPY)
     forward(cache, 1)
     tax = cache.tax.decode.tax_s
@@ -86,7 +86,7 @@ def test_copying_from_memory_goes_to_copies(make_cache, delay):
 
 @pytest.mark.parametrize("tier", [{}, {"host_budget": "1GiB"}, {"device_budget": "1GiB"}], ids=str)
 def test_dequantizing_goes_to_itself(tier, make_cache, delay):
-    cache = filled(make_cache, length=68, quantization="int8", **tier)
+    cache = filled(make_cache, length=68, quantization="int8", io_threads=1, **tier)
     delay(Cause.DEQUANTIZE)
     forward(cache, 1)
     tax = cache.tax.decode.tax_s
@@ -114,11 +114,11 @@ def test_what_one_thread_does_in_turn_is_told_apart(make_cache, delay):
 
 
 def test_waits_that_overlap_count_once(make_cache, delay):
-    """Half of each layer in memory: one thread copies for 40 ms while another reads for 80."""
+    """Half of each layer in memory: threads copy keys and values for 20 ms each while others read for 80."""
     half_bytes = LAYERS * 64 * 2 * 2 * 16 * 4  # rows of a page: the drive fills the slot itself
     cache = filled(make_cache, 128, block_size=64, host_budget=half_bytes, io_threads=2)
     assert cache.memory_usage()["host"] == cache.memory_usage()["nvme"] > 0
-    delay(Cause.COPY, 0.02)  # keys, then values
+    delay(Cause.COPY, 0.02)
     delay(Cause.DRIVE, 0.08)
     forward(cache, 1)
     summary = cache.tax.decode
