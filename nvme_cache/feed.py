@@ -104,6 +104,7 @@ class Feed:
             keep=keep,
             steal=steal,
             ahead=self._depth(segment),
+            in_parts=keep is None or not keep.is_filled,  # attention waits for the drive
         )
 
     def _depth(self, segment: Segment) -> int:

@@ -251,6 +251,7 @@ class Pager:
         keep: Lease | None,
         steal: bool,
         ahead: int | None = None,
+        in_parts: bool = True,
     ) -> Lease | None:
         """Starts laying a layer's runs out in a slot.
 
@@ -263,6 +264,8 @@ class Pager:
             keep: A lease whose slot must stay as it is.
             steal: Whether to take a slot from a layer it is being filled for ahead.
             ahead: If this is a segment, how many are fetched ahead; segments have slots of their own size.
+            in_parts: Whether several threads read what is large, so that the drive always has the next part to read;
+                one thread's long reads cost the processor less.
 
         Returns:
             The lease, whose slot's tasks are under way; None if no slot is to be had.
@@ -274,8 +277,7 @@ class Pager:
         if slot is None:
             return None
         slot.lay_out(spec, batch_size, capacity)
-        # Of several segments under way each is one thread's work: few long reads cost less than many short ones.
-        threads = -(-self._io_threads // ahead) if ahead else self._io_threads
+        threads = self._io_threads if in_parts else 1
         reads, residents = fetch.plan(slot, runs, in_parts=threads > 1)
         read_bytes = sum(read.nbytes for read in reads)  # tasks empty what they are given
         after = lane.transfer.mark()

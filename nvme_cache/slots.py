@@ -249,3 +249,8 @@ class Lease:
     def is_valid(self) -> bool:
         """Whether the slot still holds this layer."""
         return self.slot.tenancy == self.tenancy
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether nothing is filling the slot any more."""
+        return all(task.done() for task in self.slot.tasks)

@@ -60,7 +60,7 @@ FULL = Plan(
     model_layers=30,
     peer_contexts=(8192, 32768),
     peer_steps=1,
-    peers=Rounds(budget_s=40, least=3),
+    peers=Rounds(budget_s=90, least=5),
     prefill_tokens=8192,
     prefill=Rounds(budget_s=60, least=2, most=5),
     growth_contexts=(2048, 4096, 8192, 16384, 32768),
