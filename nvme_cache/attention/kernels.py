@@ -132,15 +132,13 @@ def _converted(keys: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> 
     if keys.device.type != "cpu" or (keys.dtype == dtype and values.dtype == dtype):
         return keys.to(dtype), values.to(dtype)
     # The same memory for every stretch: it stays in the processor's caches, and no page of it is new.
-    sizes = [part.numel() * dtype.itemsize for part in (keys, values)]
+    middle = keys.numel() * dtype.itemsize
+    end = middle + values.numel() * dtype.itemsize
     memory: torch.Tensor | None = getattr(_own, "memory", None)
-    if memory is None or memory.numel() < sum(sizes):
-        memory = _own.memory = transfer_for(keys.device).host_memory(sum(sizes))
-    near_keys, near_values = (
-        part.view(dtype).view(states.shape).copy_(states)
-        for part, states in zip(memory[: sum(sizes)].split(sizes), (keys, values), strict=True)
-    )
-    return near_keys, near_values
+    if memory is None or memory.numel() < end:
+        memory = _own.memory = transfer_for(keys.device).host_memory(end)
+    near_keys = memory[:middle].view(dtype).view(keys.shape).copy_(keys)
+    return near_keys, memory[middle:end].view(dtype).view(values.shape).copy_(values)
 
 
 def _finite(largest: torch.Tensor) -> torch.Tensor:
@@ -166,7 +164,7 @@ def _flash(
     # Each head of each row is one thread's work. Where there are too few of them, tokens are split too, the outermost
     # dimension of all: then the share of the converted memory that a thread fills is the share that it reads, and
     # nothing has to go from one core's cache to another's, which can cost more than everything else here.
-    batch_size, num_heads, length, _ = keys.shape
+    batch_size, num_heads, length, width = keys.shape
     wanted = -(-2 * torch.get_num_threads() // (num_heads * -(-queries.shape[2] // 32)))
     splits = 1 << (wanted - 1).bit_length()
     while splits > 1 and (length % splits or length // splits < _LEAST_SPLIT or batch_size > 1):
@@ -174,7 +172,8 @@ def _flash(
     if splits == 1:
         output, totals = flash(queries, *_converted(keys, values, queries.dtype), scale=scaling)
         return output.unsqueeze(2), totals.unsqueeze(2)
-    near_keys, near_values = (part[0].unflatten(1, (splits, -1)).transpose(0, 1) for part in (keys, values))
+    shape = num_heads, splits, length // splits, width
+    near_keys, near_values = (part[0].view(shape).transpose(0, 1) for part in (keys, values))
     shares = _converted(near_keys, near_values, queries.dtype)
     output, totals = flash(queries.expand(splits, -1, -1, -1), *shares, scale=scaling)
     return output.transpose(0, 1).unsqueeze(0), totals.transpose(0, 1).unsqueeze(0)

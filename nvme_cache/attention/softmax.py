@@ -52,7 +52,9 @@ class OnlineSoftmax:
         softcap: float | None = None,
     ) -> None:
         self._dtype = torch.promote_types(queries.dtype, torch.float32)
-        self._queries = queries.to(self._dtype).unflatten(1, (num_key_value_heads, -1))
+        batch_size, num_heads, *extents = queries.shape
+        groups = num_heads // num_key_value_heads
+        self._queries = queries.to(self._dtype).view(batch_size, num_key_value_heads, groups, *extents)
         self._kernel, self._softcap = kernels.Kernel(scaling, softcap), softcap
         self._q_length, self._kv_length = queries.shape[2], kv_length
         self._mask, self._bias = self._over_all(mask), self._over_all(bias)
@@ -185,7 +187,8 @@ class OnlineSoftmax:
             bias = bias if bias.ndim == 5 else self._of_groups(bias)
             bias = bias.expand(-1, -1, *queries.shape[2:4], -1).flatten(2, 3)
         output, totals = self._kernel.attend(queries.flatten(2, 3), keys, values, bias)
-        return output.unflatten(3, queries.shape[2:4]), totals.unflatten(3, queries.shape[2:4])
+        shape = *totals.shape[:3], *queries.shape[2:4]
+        return output.view(*shape, output.shape[4]), totals.view(shape)
 
     def _of_groups(self, bias: torch.Tensor) -> torch.Tensor:
         """`[batch, 1 or heads, ...]` as `[batch, 1 or num_key_value_heads, 1 or groups, ...]`."""
