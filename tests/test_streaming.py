@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
 from typing import ClassVar
 
 import pytest
@@ -31,6 +32,7 @@ from nvme_cache.arguments import cache_argument
 from nvme_cache.attention import STREAMING, streaming_attention
 from nvme_cache.attention.softmax import OnlineSoftmax
 from nvme_cache.handles import Handle
+from nvme_cache.shards import Shard
 
 from .conftest import (
     SIZES,
@@ -251,6 +253,30 @@ class TestReading:
             model(prompt(1), **{cache_argument(model): cache})
         assert cache.memory_usage()["host"] >= 8 << 20
         assert cache._pager.meter.copied_bytes == copied == 0
+
+    @pytest.mark.parametrize("waits_for", ["drive", "attention"])
+    def test_two_threads_share_a_read_if_attention_waits_for_it(self, waits_for, make_cache, monkeypatch):
+        monkeypatch.setattr("nvme_cache.fetch._WORTH_SPLITTING", 1)
+        model = streamed(tiny_model())
+        cache = make_cache(config=model.config, block_size=64, io_threads=2, prefetch_depth=2)
+        read, add, parts = Shard.read, OnlineSoftmax.add, []
+
+        def counted(shard, sections, *args):
+            parts.append(len(sections))
+            time.sleep(0.02 if waits_for == "drive" else 0)
+            return read(shard, sections, *args)
+
+        def slow(*args):
+            time.sleep(0.02 if waits_for == "attention" else 0)
+            return add(*args)
+
+        monkeypatch.setattr(Shard, "read", counted)
+        monkeypatch.setattr(OnlineSoftmax, "add", slow)
+        with torch.no_grad():
+            for length in (200, 1, 1, 1):
+                parts.clear()
+                model(prompt(length), **{cache_argument(model): cache})
+        assert set(parts) == ({1} if waits_for == "drive" else {2})  # keys or values, or both
 
     def test_waiting_is_counted_as_the_tax_and_attending_is_not(self, make_cache):
         model = streamed(tiny_model())
