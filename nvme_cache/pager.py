@@ -10,6 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Protocol
 
@@ -367,7 +368,12 @@ def _compute_alone() -> None:
     model's too, as soon as they have nothing to do: waking them takes longer than what they do for a token.
     """
     torch.get_num_threads()  # sets the thread up, and would undo the next line if it came later
-    ThreadpoolController().limit(limits=1, user_api="openmp")
+    _openmp().limit(limits=1)
+
+
+@cache  # looks at every library of the process
+def _openmp() -> ThreadpoolController:
+    return ThreadpoolController().select(user_api="openmp")
 
 
 def _shut_down(
