@@ -26,7 +26,10 @@ def main(
     characters: Annotated[int, typer.Option(help="Of the document to read, from its beginning.")] = 16_000,
     new_tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 60,
 ) -> None:
-    """Prints a table: tokens a sweep, tax and time a token; the tokens must be the same in every row."""
+    """Prints a table: tokens a sweep, tax and time a token, and whether the tokens are those of one token a sweep.
+
+    Several tokens at once are rounded otherwise than one, with `DynamicCache` too: in bfloat16 they may differ.
+    """
     console = Console()
     tokenizer = AutoTokenizer.from_pretrained(model)
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
