@@ -64,9 +64,14 @@ class Feed:
         while True:
             lease = self._taken(segment) or self._fetch(segment, keep=None, steal=True)
             assert lease is not None
-            self._look_ahead(ahead, self._depth(segment), keep=lease)
-            if self._pager.wait(lease, segment.device):
-                return lease
+            try:
+                self._look_ahead(ahead, self._depth(segment), keep=lease)
+                if self._pager.wait(lease, segment.device):
+                    return lease
+            except BaseException:
+                if lease.is_valid:
+                    lease.slot.abandon()  # nobody else knows of it, and it would count as being filled for ever
+                raise
 
     def _taken(self, segment: Segment) -> Lease | None:
         """The lease of a segment that was fetched ahead, if it is the next one, as it should be."""

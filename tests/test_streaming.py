@@ -493,6 +493,26 @@ class TestBrokenWorlds:
             ours = model(prompt(1), **{cache_argument(streamed(model)): cache}).logits
         assert torch.allclose(ours[:, -1], expected[:, -1], atol=1e-5)
 
+    def test_after_an_interrupt_segments_are_fetched_ahead_as_before(self, make_cache, monkeypatch):
+        monkeypatch.setattr("nvme_cache.pager._takes_all_cores", lambda: True)
+        model = streamed(tiny_model())
+        cache = make_cache(config=model.config, block_size=64, prefetch_depth=1)
+        with torch.no_grad():
+            for length in (200, 1, 1):
+                model(prompt(length), **{cache_argument(model): cache})
+            assert len(cache._feed._ahead) == 1
+            for _ in range(3):
+                with monkeypatch.context() as interrupted:
+
+                    def interrupt(*_):
+                        raise KeyboardInterrupt
+
+                    interrupted.setattr(Shard, "verify", interrupt)
+                    with pytest.raises(KeyboardInterrupt):
+                        model(prompt(1), **{cache_argument(model): cache})
+                model(prompt(1), **{cache_argument(model): cache})
+                assert len(cache._feed._ahead) == 1
+
     def test_a_closed_cache_says_so(self, make_cache):
         cache = make_cache(block_size=8)
         attention = Attention(cache)
