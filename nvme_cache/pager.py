@@ -10,12 +10,10 @@ import weakref
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from pathlib import Path
 from typing import Protocol
 
 import torch
-from threadpoolctl import ThreadpoolController
 
 from . import fetch
 from .blocks import BlockRun
@@ -30,9 +28,9 @@ from .slots import Check, Lease, SlotPool
 from .spill import Writer
 from .states import LayerSpec, States
 from .store import Store
-from .transfer import Timestamp, accelerator, transfer_for
+from .threads import PREFIX, pool, takes_all_cores
+from .transfer import Timestamp, transfer_for
 
-_THREAD_PREFIX = "nvme-cache"
 _SEGMENTS_BYTES = 40 << 20  # laid out at a time
 _THREADS_PER_READ = 2  # one reads while the other checks or decodes
 
@@ -84,12 +82,12 @@ class Pager:
         self._pid = os.getpid()
         self._lanes: dict[torch.device, Lane] = {}
         self._turns = threading.Semaphore(self._io_threads)
-        self._checks_late = _takes_all_cores()
+        self._checks_late = takes_all_cores()
         # A thread that does nothing but read needs no second one to take over, which would have to be woken first.
-        self._readers = _threads(
+        self._readers = pool(
             self._io_threads * (1 if self._checks_late and quantization is None else _THREADS_PER_READ), "read"
         )
-        self._copiers, write_thread = _threads(self._io_threads, "copy"), _threads(1, "write")
+        self._copiers, write_thread = pool(self._io_threads, "copy"), pool(1, "write")
         self._writer = Writer(write_thread, self.meter)
         self._sealer = Sealer(store, self._writer, self.meter, block_size, quantization)
         fillers = self._readers, self._copiers
@@ -273,8 +271,8 @@ class Pager:
         """
         lane = self._lane(device)
         num_slots = 1 + (self.prefetch_depth(sum(run.nbytes for run in runs)) if ahead is None else ahead)
-        pool = lane.slots if ahead is None else lane.segment_slots
-        slot = pool.acquire(keep.slot if keep else None, num_slots, steal=steal)
+        slots = lane.slots if ahead is None else lane.segment_slots
+        slot = slots.acquire(keep.slot if keep else None, num_slots, steal=steal)
         if slot is None:
             return None
         slot.lay_out(spec, batch_size, capacity)
@@ -294,7 +292,7 @@ class Pager:
             raise
         self.meter.read_bytes += read_bytes
         self.meter.copied_bytes += sum(resident.nbytes for resident in residents)
-        return Lease(slot, slot.tenancy, pool, checks)
+        return Lease(slot, slot.tenancy, slots, checks)
 
     def wait(self, lease: Lease, device: torch.device) -> bool:
         """Waits until the leased slot is filled; computation on the device is made to wait for the last copies.
@@ -349,33 +347,6 @@ class Pager:
         return self._lanes[device]
 
 
-def _takes_all_cores() -> bool:
-    """Whether the model computes on every core there is, so that background threads that compute take one from it.
-
-    Then who waits for what they read may as well check it: that takes no longer, and no thread makes way for another.
-    """
-    return accelerator() is None and torch.get_num_threads() >= len(os.sched_getaffinity(0))
-
-
-def _threads(count: int, name: str) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(count, f"{_THREAD_PREFIX}-{name}", initializer=_compute_alone)
-
-
-def _compute_alone() -> None:
-    """Has torch compute on this thread without others, of which OpenMP would start some for each that computes.
-
-    They would take the model's cores, and once there are more of them than cores, OpenMP lets all of them sleep, the
-    model's too, as soon as they have nothing to do: waking them takes longer than what they do for a token.
-    """
-    torch.get_num_threads()  # sets the thread up, and would undo the next line if it came later
-    _openmp().limit(limits=1)
-
-
-@cache  # looks at every library of the process
-def _openmp() -> ThreadpoolController:
-    return ThreadpoolController().select(user_api="openmp")
-
-
 def _shut_down(
     fillers: Sequence[ThreadPoolExecutor],
     writer: ThreadPoolExecutor,
@@ -385,7 +356,7 @@ def _shut_down(
 ) -> None:
     if os.getpid() == owner_pid:
         # The collector may run this on one of the threads it would wait for.
-        wait_for_threads = not threading.current_thread().name.startswith(_THREAD_PREFIX)
+        wait_for_threads = not threading.current_thread().name.startswith(PREFIX)
         for filler in fillers:
             filler.shutdown(wait=wait_for_threads)  # nothing is cancelled that another thread may be waiting for
         for lane in lanes.values():

@@ -13,9 +13,9 @@ from nvme_cache import OffloadedNVMeCache, arguments, cgroup, drive, io
 from nvme_cache.cgroup import MemoryLimit
 from nvme_cache.drive import TEST_BYTES, Drive
 from nvme_cache.fetch import Resident, split
-from nvme_cache.pager import _takes_all_cores
 from nvme_cache.quantization import Quantized
 from nvme_cache.shards import Shard
+from nvme_cache.threads import takes_all_cores
 from nvme_cache.transfer import HostTransfer, accelerator
 
 MIB = 1 << 20
@@ -105,7 +105,7 @@ def test_direct_io_that_is_taken_and_then_cached_does_not_count(tmp_path, monkey
 def test_threads_are_as_tested_unless_told_otherwise(options, threads, make_cache, monkeypatch):
     monkeypatch.setattr("nvme_cache.store.drive_of", lambda folder: Drive(io_threads=3))
     for all_cores, quantization, per_read in ((False, None, 2), (True, "int8", 2), (True, None, 1)):
-        monkeypatch.setattr("nvme_cache.pager._takes_all_cores", lambda all_cores=all_cores: all_cores)
+        monkeypatch.setattr("nvme_cache.pager.takes_all_cores", lambda all_cores=all_cores: all_cores)
         pager = make_cache(quantization=quantization, **options)._pager
         assert pager._turns._value == threads
         assert pager._readers._max_workers == per_read * threads  # as many again where they check or decode
@@ -114,7 +114,7 @@ def test_threads_are_as_tested_unless_told_otherwise(options, threads, make_cach
 @pytest.mark.parametrize("cores", [1, 64])
 def test_a_model_on_the_host_may_leave_cores_to_others(cores, monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
-    assert _takes_all_cores() == (torch.get_num_threads() >= cores and accelerator() is None)
+    assert takes_all_cores() == (torch.get_num_threads() >= cores and accelerator() is None)
 
 
 def test_background_threads_compute_without_help_and_nobody_else_has_to(make_cache):

@@ -18,7 +18,7 @@ LEVELS = [
     {"cgroup", "errors", "io", "placement", "states"},
     {"units", "stand_in"},
     {"arguments", "guards", "quantization", "transfer"},
-    {"buffers", "footprint", "meter"},
+    {"buffers", "footprint", "meter", "threads"},
     {"drive", "shards", "tax"},
     {"blocks", "store"},
     {"slots", "spill", "history", "machine", "segments", "prefill"},

@@ -116,7 +116,7 @@ def test_files_are_private(make_cache):
 @pytest.mark.parametrize("all_cores", [True, False])  # checked by whoever waits, or where it is read
 @pytest.mark.parametrize("block_size", [16, 64])  # through staging, and straight into the slot
 def test_every_flipped_bit_is_found(block_size, all_cores, make_cache, monkeypatch):
-    monkeypatch.setattr("nvme_cache.pager._takes_all_cores", lambda: all_cores)
+    monkeypatch.setattr("nvme_cache.pager.takes_all_cores", lambda: all_cores)
     for where in range(4):
         cache, _ = filled_cache(make_cache, tokens=200, block_size=block_size, prefetch_depth=0)
         one_more_token(cache)
@@ -137,7 +137,7 @@ def test_every_flipped_bit_is_found(block_size, all_cores, make_cache, monkeypat
 
 
 def test_an_interrupted_check_is_made_again(make_cache, monkeypatch):
-    monkeypatch.setattr("nvme_cache.pager._takes_all_cores", lambda: True)
+    monkeypatch.setattr("nvme_cache.pager.takes_all_cores", lambda: True)
     cache, _ = filled_cache(make_cache, tokens=200, block_size=64, prefetch_depth=0)
     one_more_token(cache)
     flip(shards_of(cache)[0], 4096)
@@ -154,7 +154,7 @@ def test_an_interrupted_check_is_made_again(make_cache, monkeypatch):
 
 
 def test_what_is_still_to_be_checked_keeps_no_file(make_cache, monkeypatch):
-    monkeypatch.setattr("nvme_cache.pager._takes_all_cores", lambda: True)
+    monkeypatch.setattr("nvme_cache.pager.takes_all_cores", lambda: True)
     cache, _ = filled_cache(make_cache, tokens=200, block_size=64, prefetch_depth=1)
     one_more_token(cache)
     cache._pager.flush()  # the next token's first layer has been read, and nobody has waited for it

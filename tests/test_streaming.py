@@ -502,7 +502,7 @@ class TestBrokenWorlds:
         assert torch.allclose(ours[:, -1], expected[:, -1], atol=1e-5)
 
     def test_after_an_interrupt_segments_are_fetched_ahead_as_before(self, make_cache, monkeypatch):
-        monkeypatch.setattr("nvme_cache.pager._takes_all_cores", lambda: True)
+        monkeypatch.setattr("nvme_cache.pager.takes_all_cores", lambda: True)
         model = streamed(tiny_model())
         cache = make_cache(config=model.config, block_size=64, prefetch_depth=1)
         with torch.no_grad():
